@@ -1,0 +1,113 @@
+"""What a user may choose, each value followed by its meaning; `resolve()` replaces every "auto"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from treedraft.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """The shape of the draft tree (EAGLE-2, section 4)."""
+
+    num_steps: int = 5  # S: levels of the draft tree
+    topk: int = 4  # K: branches kept per level; 1 is a chain
+    num_draft_tokens: int = 16  # N: nodes verified per sequence, the root included
+    shared_noise: bool = True  # rank drafts with the target's sampling noise (no effect at temperature 0)
+
+    def check(self, draft_vocab_size: int | None = None) -> None:
+        """Raise ConfigError when no tree of this shape exists."""
+        for name in ("num_steps", "topk", "num_draft_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1; got {value!r}")
+        bound = max_tree_nodes(self.num_steps, self.topk)
+        if not 2 <= self.num_draft_tokens <= bound:
+            raise ConfigError(
+                f"num_draft_tokens must be in 2..{bound} for num_steps={self.num_steps}, topk={self.topk} "
+                f"(1 + topk + (num_steps - 1) * topk^2 = {bound}, root included); got {self.num_draft_tokens}. "
+                "Lower num_draft_tokens, or raise num_steps or topk."
+            )
+        if draft_vocab_size is not None and self.topk > draft_vocab_size:
+            raise ConfigError(f"topk must be at most the draft head's vocabulary, {draft_vocab_size}; got {self.topk}")
+
+    @property
+    def max_path(self) -> int:
+        """P: most tokens one round can emit, the bonus token included."""
+        return min(self.num_steps, self.num_draft_tokens - 1) + 1
+
+
+def max_tree_nodes(num_steps: int, topk: int) -> int:
+    """Nodes of the largest tree that `num_steps` levels of `topk` branches can fill, the root included."""
+    return 1 + topk + (num_steps - 1) * topk * topk
+
+
+def speculative_tail(speculative: SpeculativeConfig | None) -> int:
+    """Logical slots beyond kv_len that one round may write: tree nodes, draft rows, or the draft extension.
+
+    The one place where this is computed: admission, allocator, page-table width, rope tables and checks use it.
+    """
+    if speculative is None:
+        return 1
+    s, k, n = speculative.num_steps, speculative.topk, speculative.num_draft_tokens
+    return max(n, k * (s - 1), s + 1)
+
+
+def max_logical_len(max_context: int, speculative: SpeculativeConfig | None, max_pending: int) -> int:
+    """Logical positions a sequence may ever address: the context, dead rounds still in flight, and the tail."""
+    path = 1 if speculative is None else speculative.max_path
+    return max_context + max_pending * path + speculative_tail(speculative)
+
+
+DTYPES = ("auto", "float64", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything `LLM` is built from."""
+
+    model: str = "demo"  # "demo", a folder, or a hub id
+    draft: str | None = None  # folder or hub id of the head; None: the demo's own for "demo", else no speculation
+    device: str = "auto"  # "auto": cuda when there is one, else cpu
+    dtype: str = "auto"  # "auto": float32 on the CPU, bfloat16 on a GPU
+    page_size: int = 16  # tokens in a page
+    max_context: int | None = None  # tokens of prompt and output together; None: the model's own limit
+    max_batch: int = 8  # sequences decoded together
+    kv_memory_bytes: int | None = None  # size of the page pools; None: what max_batch sequences need, at most 1 GiB (CPU)
+    mem_fraction_static: float = 0.85  # share of a GPU's memory for weights, workspaces and pools together
+    speculative: SpeculativeConfig | None = SpeculativeConfig()
+    max_pending: int = 0  # rounds launched before the first is read; "auto" on a GPU is 1
+    seed: int = 0  # requests without a seed of their own derive one from this
+
+    def check(self) -> None:
+        """Raise ConfigError for a value outside its range."""
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        for name, low in (("page_size", 1), ("max_batch", 1), ("max_pending", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ConfigError(f"{name} must be an integer of at least {low}; got {value!r}")
+        if self.max_context is not None and (not isinstance(self.max_context, int) or self.max_context < 2):
+            raise ConfigError(f"max_context must be at least 2 tokens; got {self.max_context!r}")
+        if not 0 < self.mem_fraction_static < 1:
+            raise ConfigError(f"mem_fraction_static must be between 0 and 1; got {self.mem_fraction_static!r}")
+        if self.kv_memory_bytes is not None and self.kv_memory_bytes < 1:
+            raise ConfigError(f"kv_memory_bytes must be positive; got {self.kv_memory_bytes!r}")
+        if self.speculative is not None:
+            self.speculative.check()
+
+    def resolve(self, has_cuda: bool) -> EngineConfig:
+        """Return a config without "auto" values. `has_cuda`: whether torch sees a GPU."""
+        self.check()
+        device = self.device
+        if device == "auto":
+            device = "cuda" if has_cuda else "cpu"
+        if device.startswith("cuda") and not has_cuda:
+            raise ConfigError(f"device {device!r} was asked for, but torch sees no GPU; use --device cpu")
+        if device.split(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError(f"device must be auto, cpu or cuda; got {device!r}")
+        dtype = self.dtype
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else "bfloat16"
+        return replace(self, device=device, dtype=dtype)

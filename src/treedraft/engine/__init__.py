@@ -1,0 +1,1 @@
+"""Decides what runs: requests, scheduling and text, in host integers only."""

@@ -1,0 +1,55 @@
+"""The engine: schedule, launch, collect, outputs."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+
+from treedraft.engine.request import Request
+from treedraft.engine.scheduler import Scheduler
+from treedraft.types import StepPlan, StepResult
+
+
+class Runner(Protocol):
+    """What the engine needs of a runner; tests give it a fake one."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Enqueue a step on the device; returns a ticket at once."""
+
+    def collect(self, ticket: Any) -> StepResult:
+        """Read a launched step's results. Syncs."""
+
+
+class Engine:
+    """Runs requests to their end. `max_pending` steps are launched before the first is read."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, max_pending: int = 0):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.max_pending = max_pending
+        self._in_flight: deque[Any] = deque()
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests that the collected step changed."""
+        plan = self.scheduler.schedule()
+        self._launch(plan)
+        result = self._collect(is_last=plan.is_empty)
+        return self.scheduler.commit(result)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle and not self._in_flight
+
+    def drain(self) -> None:
+        """Read and drop everything in flight (after an interrupt)."""
+        while self._in_flight:
+            self.scheduler.commit(self.runner.collect(self._in_flight.popleft()))
+
+    def _launch(self, plan: StepPlan) -> None:
+        if not plan.is_empty:
+            self._in_flight.append(self.runner.launch(plan))
+
+    def _collect(self, is_last: bool) -> StepResult:
+        if self._in_flight and (is_last or len(self._in_flight) > self.max_pending):
+            return self.runner.collect(self._in_flight.popleft())
+        return StepResult(rows=())

@@ -1,0 +1,106 @@
+"""One sequence being generated: the scheduler's only mutable record."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from treedraft.engine.text import TextStream
+from treedraft.types import Choice, RequestMetrics, SamplingParams
+
+
+@dataclass
+class Request:
+    """One choice of one prompt, from arrival to its last token.
+
+    `kv_len` is exact as of the last collected step; `pending` counts launched steps not yet collected.
+    """
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    choice_index: int
+    noise_key: int
+    stop_token_ids: frozenset[int]
+    max_len: int  # prompt and output together end here at the latest
+    text: TextStream
+    slot: int = -1
+    kv_len: int = 0
+    pending: int = 0
+    promised_pages: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    num_rounds: int = 0
+    accepted_at_depth: list[int] = field(default_factory=list)
+    started_s: float = 0.0
+    prefilled_s: float = 0.0
+    finished_s: float = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, token_ids: tuple[int, ...], logprobs=None, top_logprobs=None) -> None:
+        """Take a step's tokens up to the first one that ends the request (class 17: stop inside an accepted run)."""
+        for i, token_id in enumerate(token_ids):
+            self.output_token_ids.append(token_id)
+            if logprobs is not None:
+                self.logprobs.append(logprobs[i])
+            if top_logprobs is not None:
+                self.top_logprobs.append(top_logprobs[i])
+            num_output = len(self.output_token_ids)
+            may_stop = num_output >= self.params.min_tokens
+            if token_id in self.stop_token_ids and may_stop:
+                self.finish("stop")
+            elif self.text.push(token_id) and may_stop:
+                self.finish("stop")
+            elif num_output >= self.params.max_tokens or len(self.prompt_token_ids) + num_output >= self.max_len:
+                self.finish("length")
+            if self.is_finished:
+                return
+
+    def count_round(self, num_accepted: int) -> None:
+        """Record one verify round that accepted drafts down to depth `num_accepted`."""
+        self.num_rounds += 1
+        self.accepted_at_depth += [0] * (num_accepted - len(self.accepted_at_depth))
+        for depth in range(num_accepted):
+            self.accepted_at_depth[depth] += 1
+
+    def finish(self, reason: str, error: str | None = None) -> None:
+        self.finish_reason, self.error, self.finished_s = reason, error, time.perf_counter()
+        self.text.close()
+
+    def choice(self) -> Choice:
+        """The result so far, in the form that users see."""
+        wants_logprobs = self.params.logprobs is not None
+        return Choice(
+            index=self.choice_index,
+            text=self.text.text,
+            token_ids=tuple(self.output_token_ids),
+            finish_reason=self.finish_reason or "unfinished",
+            logprobs=tuple(self.logprobs) if wants_logprobs else None,
+            top_logprobs=tuple(self.top_logprobs) if wants_logprobs else None,
+            error=self.error,
+        )
+
+
+def metrics_of(requests: list[Request]) -> RequestMetrics:
+    """Metrics of one prompt over all its choices. The prefill's token is no part of accept_length."""
+    rounds = sum(r.num_rounds for r in requests)
+    generated = sum(len(r.output_token_ids) for r in requests)
+    in_rounds = sum(max(0, len(r.output_token_ids) - 1) for r in requests)
+    depths = max((len(r.accepted_at_depth) for r in requests), default=0)
+    per_depth = [sum(r.accepted_at_depth[d] for r in requests if d < len(r.accepted_at_depth)) for d in range(depths)]
+    elapsed_s = max(r.finished_s for r in requests) - min(r.started_s for r in requests)
+    return RequestMetrics(
+        num_prompt_tokens=len(requests[0].prompt_token_ids),
+        num_rounds=rounds,
+        num_generated_tokens=generated,
+        accept_length=in_rounds / rounds if rounds else float("nan"),
+        accepted_per_depth=tuple(n / rounds for n in per_depth) if rounds else (),
+        elapsed_s=elapsed_s,
+        tokens_per_s=generated / elapsed_s if elapsed_s > 0 else float("nan"),
+    )

@@ -1,0 +1,231 @@
+"""`LLM`: offline generation. Joins engine and runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from treedraft.config import EngineConfig, SpeculativeConfig
+from treedraft.engine.engine import Engine
+from treedraft.engine.request import Request, metrics_of
+from treedraft.engine.scheduler import Scheduler
+from treedraft.engine.text import TextStream
+from treedraft.errors import RequestError
+from treedraft.runner.build import build
+from treedraft.speculative.noise import noise_key
+from treedraft.types import RequestOutput, SamplingParams
+from treedraft.weights.loader import load_tokenizer, resolve_folder
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model, its draft head, and the engine that runs them.
+
+    Raises ConfigError or CheckpointError when what was asked for cannot work; `notes` holds what was decided at start.
+
+    >>> llm = LLM("demo")
+    >>> [output] = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))
+    >>> output.outputs[0].text, output.metrics.accept_length
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        draft: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        page_size: int = 16,
+        max_context: int | None = None,
+        max_batch: int = 8,
+        speculative: SpeculativeConfig | None = SpeculativeConfig(),  # noqa: B008  frozen
+        seed: int = 0,
+        kv_memory_bytes: int | None = None,
+        mem_fraction_static: float = 0.85,
+        max_pending: int | None = None,
+    ):
+        has_cuda = torch.cuda.is_available()
+        config = EngineConfig(
+            model=str(model),
+            draft=None if draft is None else str(draft),
+            device=device,
+            dtype=dtype,
+            page_size=page_size,
+            max_context=max_context,
+            max_batch=max_batch,
+            kv_memory_bytes=kv_memory_bytes,
+            mem_fraction_static=mem_fraction_static,
+            speculative=speculative,
+            max_pending=max_pending if max_pending is not None else int(has_cuda and device != "cpu"),
+            seed=seed,
+        ).resolve(has_cuda)
+        built = build(config)
+        self.config, self.runner, self.notes = built.config, built.runner, built.notes
+        self.vocab_size, self.eos_token_ids = built.vocab_size, built.eos_token_ids
+        self.tokenizer = load_tokenizer(resolve_folder(config.model))
+        self.engine = Engine(Scheduler(self.config, built.kv), built.runner, self.config.max_pending)
+        self._sizes = built.sizes
+        self._next_id = 0
+
+    # ------------------------------------------------------------------ generating
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008  frozen
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt, texts or token ids; results in the order of the prompts.
+
+        Every prompt is checked before the first token is generated (RequestError names the prompt's number). A request
+        that fails later has finish_reason "error" and says why; the others go on.
+        """
+        prompts = _as_list(prompts)
+        many = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(many) != len(prompts):
+            raise RequestError(f"as many SamplingParams as prompts are needed: {len(prompts)}; got {len(many)}")
+        groups = []
+        for number, (prompt, one) in enumerate(zip(prompts, many, strict=True)):
+            try:
+                groups.append(self._requests(prompt, one))
+            except RequestError as error:
+                raise RequestError(f"prompt {number}: {error}") from error
+        self._run([r for group in groups for r in group], progress)
+        return [self._output(p, group) for p, group in zip(prompts, groups, strict=True)]
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, str]] | Sequence[Sequence[dict[str, str]]],
+        params: SamplingParams = SamplingParams(),  # noqa: B008  frozen
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate the assistant's turn of one conversation, or of several, through the tokenizer's chat template."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError("this checkpoint has no chat template; use generate() with a prompt of your own form")
+        if not messages:
+            raise RequestError("chat needs at least one message; got none")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        prompts = [
+            self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations
+        ]
+        ids = [self.tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
+        return self.generate(ids, params, progress)
+
+    # ------------------------------------------------------------------ text and facts
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        if self.tokenizer is None:
+            raise RequestError(f"{self.config.model!r} has no tokenizer files; give prompts as token ids")
+        return list(self.tokenizer(text)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids."""
+        if self.tokenizer is None:
+            raise RequestError(f"{self.config.model!r} has no tokenizer files")
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def info(self) -> dict[str, Any]:
+        """What was decided at start."""
+        return {"config": self.config, "notes": list(self.notes), "bytes": dict(self._sizes)}
+
+    # ------------------------------------------------------------------ parts
+
+    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check(token_ids, params)
+        assert self.config.max_context is not None
+        number, self._next_id = self._next_id, self._next_id + params.n
+        seed = params.seed if params.seed is not None else noise_key(self.config.seed, number + 1)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(self.eos_token_ids))
+        requests = [
+            Request(
+                request_id=number + choice,
+                prompt_token_ids=tuple(token_ids),
+                params=params,
+                choice_index=choice,
+                noise_key=noise_key(seed, choice),
+                stop_token_ids=stop_ids,
+                max_len=min(len(token_ids) + params.max_tokens, self.config.max_context),
+                text=TextStream(self.tokenizer, params.stop),
+            )
+            for choice in range(params.n)
+        ]
+        self.engine.scheduler.check_fits(requests[0])
+        return requests
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise RequestError("the prompt is empty; at least one token is needed")
+        for i, t in enumerate(token_ids):
+            if not isinstance(t, int) or not 0 <= t < self.vocab_size:
+                raise RequestError(f"token ids must be integers in 0..{self.vocab_size - 1}; got {t!r} at index {i}")
+        assert self.config.max_context is not None
+        if len(token_ids) >= self.config.max_context:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; the context of {self.config.max_context} must hold it and at "
+                "least one more: shorten it or raise max_context"
+            )
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            bad = [t for t in ids if not 0 <= t < self.vocab_size]
+            if bad:
+                raise RequestError(f"{name} names token {bad[0]}; the vocabulary is 0..{self.vocab_size - 1}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this checkpoint lacks; use stop_token_ids")
+
+    def _run(self, requests: list[Request], progress: bool) -> None:
+        scheduler = self.engine.scheduler
+        for request in requests:
+            scheduler.add(request)
+        try:
+            with _progress_bar(len(requests), progress) as advance:
+                while not self.engine.is_idle:
+                    changed = self.engine.step()
+                    advance(sum(r.is_finished for r in changed))
+        except BaseException:
+            for request in requests:  # an interrupt leaves the engine usable
+                if not request.is_finished:
+                    scheduler.abort(request.request_id)
+            self.engine.drain()
+            raise
+
+    def _output(self, prompt: Prompt, requests: list[Request]) -> RequestOutput:
+        return RequestOutput(
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=requests[0].prompt_token_ids,
+            outputs=tuple(r.choice() for r in requests),
+            metrics=metrics_of(requests),
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # one prompt of token ids
+    return prompts
+
+
+class _progress_bar:
+    """A rich progress bar over finished requests, or none."""
+
+    def __init__(self, total: int, shown: bool):
+        self.total, self.shown = total, shown
+
+    def __enter__(self):
+        if not self.shown:
+            return lambda n: None
+        from rich.progress import Progress
+
+        self.bar = Progress(transient=True)
+        self.bar.start()
+        task = self.bar.add_task("generating", total=self.total)
+        return lambda n: self.bar.advance(task, n)
+
+    def __exit__(self, *exc: object) -> None:
+        if self.shown:
+            self.bar.stop()
+

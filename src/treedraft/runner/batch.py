@@ -1,0 +1,92 @@
+"""A step's host integers as tensors: the one host-to-device copy of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treedraft.kv.page_table import PageTable, slots_of
+from treedraft.runner.state import DeviceState
+from treedraft.types import DecodeRow, PrefillRow
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Whole prompts, joined: T tokens of all sequences one after another."""
+
+    slots: Tensor  # [B] int64
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    write_slots: Tensor  # [T] int64 physical KV slots
+    page_table: Tensor  # [B, W] int32
+    last_rows: Tensor  # [B] int64: the row of each sequence's last token
+    sequences: tuple[tuple[int, int], ...]  # (first position, number of tokens), by sequence
+    page_size: int
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """B running sequences at the start of a round."""
+
+    slots: Tensor  # [B] int64
+    kv_lens: Tensor  # [B] int64
+    roots: Tensor  # [B] int64
+    node_limits: Tensor  # [B] int64
+    page_table: Tensor  # [B, W] int32
+    tail_positions: Tensor  # [B, tail] int64: kv_lens + 0, 1, ...
+    tail_slots: Tensor  # [B, tail] int64: the physical slots of those logical positions
+    max_kv_len: int  # host bound of kv_lens
+    page_size: int
+    chain: Tensor  # [tail, words] int64: ancestor bits of a chain
+
+    def chain_bits(self, num_rows: int) -> Tensor:
+        """[B, num_rows, words] int64: row r sees tree slots 0..r."""
+        words = -(-num_rows // 64)
+        return self.chain[:num_rows, :words].expand(len(self.slots), -1, -1)
+
+
+def pack_prefill(rows: tuple[PrefillRow, ...], pages: PageTable, page_size: int, device: torch.device) -> PrefillBatch:
+    """Join the prompts of a step."""
+    lens = [len(r.token_ids) for r in rows]
+    token_ids = torch.tensor([t for r in rows for t in r.token_ids], dtype=torch.int64, device=device)
+    positions = torch.cat([torch.arange(n) for n in lens]).to(device)
+    slots = torch.tensor([r.slot for r in rows], dtype=torch.int64, device=device)
+    page_table = pages.rows(slots)
+    owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lens)).to(device)
+    write_slots = slots_of(page_table[owner], positions[:, None], page_size)[:, 0]
+    last_rows = (torch.tensor(lens).cumsum(0) - 1).to(device)
+    return PrefillBatch(
+        slots=slots,
+        token_ids=token_ids,
+        positions=positions,
+        write_slots=write_slots,
+        page_table=page_table,
+        last_rows=last_rows,
+        sequences=tuple((0, n) for n in lens),
+        page_size=page_size,
+    )
+
+
+def pack_decode(
+    rows: tuple[DecodeRow, ...], state: DeviceState, pages: PageTable, page_size: int, tail: int, chain: Tensor
+) -> DecodeBatch:
+    """Gather the running sequences' device state. Reads no length on the host."""
+    ints = torch.tensor([[r.slot, r.node_limit] for r in rows], dtype=torch.int64).to(state.device)
+    slots, node_limits = ints[:, 0], ints[:, 1]
+    kv_lens = state.kv_lens[slots]
+    page_table = pages.rows(slots)
+    tail_positions = kv_lens[:, None] + torch.arange(tail, device=state.device)
+    return DecodeBatch(
+        slots=slots,
+        kv_lens=kv_lens,
+        roots=state.roots[slots],
+        node_limits=node_limits,
+        page_table=page_table,
+        tail_positions=tail_positions,
+        tail_slots=slots_of(page_table, tail_positions, page_size),
+        max_kv_len=max(r.max_kv_len for r in rows),
+        page_size=page_size,
+        chain=chain,
+    )

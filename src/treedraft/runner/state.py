@@ -1,0 +1,122 @@
+"""What the device knows of each running sequence, by slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from treedraft.errors import RequestError
+from treedraft.speculative.sampling import SamplingRows
+from treedraft.types import PrefillRow, SamplingParams
+
+MAX_STOP_IDS = 16  # stop ids of one request that min_tokens can mask
+
+
+class DeviceState:
+    """Lengths, roots, recycled draft state and sampling tables of every slot. The host never reads them back.
+
+    `kv_lens[s]` committed positions, `roots[s]` the last emitted token at position kv_lens[s], `draft_hidden[s]` the
+    head's recycled state of draft row kv_lens[s] - 1, from which the next tree's first level comes.
+    """
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, draft_hidden_size: int, dtype: torch.dtype, device: torch.device
+    ):
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.device = device
+        self.kv_lens = zeros(num_slots, dtype=torch.int64)
+        self.roots = zeros(num_slots, dtype=torch.int64)
+        self.draft_hidden = zeros(num_slots, draft_hidden_size, dtype=dtype)
+        self.temperature = zeros(num_slots, dtype=torch.float32)
+        self.top_k = zeros(num_slots, dtype=torch.int64)
+        self.top_p = zeros(num_slots, dtype=torch.float32)
+        self.min_p = zeros(num_slots, dtype=torch.float32)
+        self.repetition_penalty = zeros(num_slots, dtype=torch.float32)
+        self.presence_penalty = zeros(num_slots, dtype=torch.float32)
+        self.frequency_penalty = zeros(num_slots, dtype=torch.float32)
+        self.noise_key = zeros(num_slots, dtype=torch.int64)
+        self.prompt_lens = zeros(num_slots, dtype=torch.int64)
+        self.min_tokens = zeros(num_slots, dtype=torch.int64)
+        self.stop_ids = zeros(num_slots, MAX_STOP_IDS, dtype=torch.int64)
+        self.prompt_seen = zeros(num_slots, vocab_size, dtype=torch.bool)
+        self.output_counts = zeros(num_slots, vocab_size, dtype=torch.int32)
+        self.logit_bias = zeros(num_slots, vocab_size, dtype=torch.float32)
+
+    def install(self, row: PrefillRow) -> None:
+        """Fill a slot for a new sequence."""
+        slot, params = row.slot, row.sampling
+        if len(row.stop_token_ids) > MAX_STOP_IDS and params.min_tokens:
+            raise RequestError(
+                f"min_tokens can mask at most {MAX_STOP_IDS} stop ids; the request has {len(row.stop_token_ids)}"
+            )
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = max(params.top_k, 0)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        self.noise_key[slot] = row.noise_key
+        self.prompt_lens[slot] = len(row.token_ids)
+        self.min_tokens[slot] = params.min_tokens
+        stop_ids = (list(row.stop_token_ids) + [-1] * MAX_STOP_IDS)[:MAX_STOP_IDS]
+        self.stop_ids[slot] = torch.tensor(stop_ids, device=self.device)
+        stages = stages_of((params,))
+        if "penalties" in stages:
+            self.prompt_seen[slot] = False
+            self.prompt_seen[slot, torch.tensor(row.token_ids, device=self.device)] = True
+            self.output_counts[slot] = 0
+        if "bias" in stages:
+            self.logit_bias[slot] = 0
+            ids = torch.tensor(list(params.logit_bias), device=self.device)
+            self.logit_bias[slot, ids] = torch.tensor(list(params.logit_bias.values()), device=self.device)
+
+    def sampling_rows(self, slots: Tensor, params: tuple[SamplingParams, ...]) -> SamplingRows:
+        """The rows of a batch. slots: [B] int64. A stage that no row uses is skipped, and its tables stay empty."""
+        stages = stages_of(params)
+        uses_penalties = torch.tensor([bool(stages_of((p,)) & {"penalties"}) for p in params], device=self.device)
+        uses_bias = torch.tensor([bool(p.logit_bias) for p in params], device=self.device)
+
+        def table(values: Tensor, stage: str, used: Tensor) -> Tensor:
+            return values[slots] * used[:, None] if stage in stages else values[:0].expand(0, values.shape[1])
+
+        return SamplingRows(
+            temperature=self.temperature[slots],
+            top_k=self.top_k[slots],
+            top_p=self.top_p[slots],
+            min_p=self.min_p[slots],
+            repetition_penalty=self.repetition_penalty[slots],
+            presence_penalty=self.presence_penalty[slots],
+            frequency_penalty=self.frequency_penalty[slots],
+            noise_key=self.noise_key[slots],
+            prompt_lens=self.prompt_lens[slots],
+            min_tokens=self.min_tokens[slots],
+            stop_ids=self.stop_ids[slots],
+            prompt_seen=table(self.prompt_seen, "penalties", uses_penalties),
+            output_counts=table(self.output_counts, "penalties", uses_penalties),
+            logit_bias=table(self.logit_bias, "bias", uses_bias),
+            stages=stages,
+        )
+
+
+def stages_of(params: tuple[SamplingParams, ...]) -> frozenset[str]:
+    """Stages of the sampling chain that at least one request uses."""
+    stages = set()
+    for p in params:
+        if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+            stages.add("penalties")
+        if p.logit_bias:
+            stages.add("bias")
+        if p.min_tokens:
+            stages.add("min_tokens")
+        if p.temperature > 0:
+            stages.add("noise")
+            if p.top_k > 0:
+                stages.add("top_k")
+            if p.top_p < 1:
+                stages.add("top_p")
+            if p.min_p > 0:
+                stages.add("min_p")
+    return frozenset(stages)

@@ -1,0 +1,241 @@
+"""The dataclasses that cross a package boundary.
+
+Host side (plain Python, no torch): SamplingParams, StepPlan, StepResult, RequestOutput.
+Device side (tensors): TreeRows, ModelOutput, DraftTree, Accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from treedraft.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# ---------------------------------------------------------------- host side
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Temperature 0 is greedy."""
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    n: int = 1  # choices generated for one prompt
+    seed: int | None = None  # None: derived from the engine's seed and the request's number
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0  # end-of-sequence and stop ids are masked until then
+    logprobs: int | None = None  # None: none; k: the token's own and the k best of the raw distribution
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
+        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens)
+        _require(_is_real(self.temperature) and self.temperature >= 0, "temperature must be >= 0", self.temperature)
+        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k must be >= 1, or 0 to switch it off", self.top_k)
+        _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p)
+        _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p)
+        _require(_is_int(self.n) and self.n >= 1, "n must be at least 1", self.n)
+        _require(
+            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
+            "seed must be an integer of at most 64 bits",
+            self.seed,
+        )
+        _require(
+            _is_real(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty must be > 0",
+            self.repetition_penalty,
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_real(value) and -2 <= value <= 2, f"{name} must be in [-2, 2]", value)
+        for token_id, bias in self.logit_bias.items():
+            _require(_is_real(bias), f"logit_bias of token {token_id} must be a finite number", bias)
+        _require(all(isinstance(s, str) and s for s in self.stop), "stop must be non-empty strings", self.stop)
+        _require(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens must be >= 0", self.min_tokens)
+        _require(
+            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20),
+            "logprobs must be in 0..20",
+            self.logprobs,
+        )
+
+
+def _require(ok: bool, expected: str, given: object) -> None:
+    if not ok:
+        raise RequestError(f"{expected}; got {given!r}")
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_real(x: object) -> bool:
+    import math
+
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """One sequence whose prompt enters this step. It owns its slot's pages already."""
+
+    request_id: int
+    slot: int
+    token_ids: tuple[int, ...]
+    noise_key: int  # 64 bits, see speculative.noise
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]  # masked while fewer than min_tokens are generated
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One running sequence: a round is launched for it."""
+
+    request_id: int
+    slot: int
+    max_kv_len: int  # upper end of the interval that the host knows for kv_len
+    node_limit: int  # nodes of the tree that may be used, root included: as many as its pages hold
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class PageUpdate:
+    """Pages appended to a sequence: page-table row `slot`, from column `column` on."""
+
+    slot: int
+    column: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step runs, in host integers."""
+
+    released_slots: tuple[int, ...] = ()  # their page-table rows are cleared first
+    page_updates: tuple[PageUpdate, ...] = ()
+    prefills: tuple[PrefillRow, ...] = ()
+    decodes: tuple[DecodeRow, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.prefills or self.decodes or self.released_slots)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What one row of a step produced."""
+
+    request_id: int
+    is_round: bool  # False: the prefill's one token
+    token_ids: tuple[int, ...]  # accepted drafts in order, then the bonus token
+    has_nan: bool  # the target's logits held a NaN: token_ids mean nothing
+    logprobs: tuple[float, ...] | None  # of each token, raw target distribution
+    top_logprobs: tuple[dict[int, float], ...] | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    rows: tuple[RowResult, ...]
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """How a choice was generated. `accept_length` = generated tokens / rounds, the prefill's token not counted."""
+
+    num_prompt_tokens: int
+    num_rounds: int
+    num_generated_tokens: int
+    accept_length: float  # NaN when there was no round
+    accepted_per_depth: tuple[float, ...]  # share of rounds in which the draft at depth 1, 2, ... was accepted
+    elapsed_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One generated continuation."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str  # "stop" | "length" | "error" | "abort"
+    logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[dict[int, float], ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[Choice, ...]
+    metrics: RequestMetrics
+
+
+# -------------------------------------------------------------- device side
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """R query rows for each of B sequences: nodes of a tree over that sequence's KV.
+
+    Row r of sequence b sees logical positions [0, kv_lens[b]) and every tree slot
+    kv_lens[b] + j, j < tree_len, whose bit j is set in ancestor_bits[b, r].
+
+        logical:   0 ........ kv_len-1 | kv_len + 0 .. kv_len + tree_len-1
+                   committed prefix    | tree slots (bits, own slot included)
+    """
+
+    page_table: Tensor  # [B, W] int32: the rows of the page table, by sequence
+    kv_lens: Tensor  # [B] int64
+    ancestor_bits: Tensor  # [B, R, words] int64, words of 64 bits
+    tree_len: int  # number of tree slots that bits may name
+    max_kv_len: int  # host upper bound of kv_lens; the static width of a captured graph
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """hidden: [..., H] after the final norm (lm_head's input). features: [..., taps*H] inputs of the tapped layers."""
+
+    hidden: Tensor
+    features: Tensor
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The N nodes to verify for each sequence. Root first, parents before children.
+
+    An inert node has token -1: it is forwarded like the others but never accepted.
+    """
+
+    token_ids: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64, column of the parent; -1 for the root
+    depths: Tensor  # [B, N] int64, 0 for the root
+    ancestor_bits: Tensor  # [B, N, words] int64: the node and its ancestors
+    scores: Tensor  # [B, N] float32: cumulative draft log-probability (with noise: the ranking score); 0 for the root
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The walk of one round. P = min(num_steps, N - 1) + 1 columns, the longest possible path."""
+
+    num_accepted: Tensor  # [B] int64, 0..P-1; the bonus token is not counted
+    columns: Tensor  # [B, P] int64: tree columns of the path, root first; beyond num_accepted: the column's own index
+    token_ids: Tensor  # [B, P] int64: accepted tokens, then the bonus token at column num_accepted; beyond it -1
