@@ -1,0 +1,217 @@
+"""From a node's logits to its token: penalties -> bias -> min_tokens -> / T -> top-k -> top-p -> min-p -> argmax.
+
+Everything is per node of a tree; prefill and plain decode are trees of one node. A row of `process` depends on its
+own logits, its own path and its sequence's settings alone, never on its neighbours: that is what makes the text the
+same with and without speculation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treedraft.types import DraftTree
+
+STAGES = frozenset({"penalties", "bias", "min_tokens", "noise", "top_k", "top_p", "min_p"})
+MAX_STOP_IDS = 16  # columns of SamplingRows.stop_ids
+_MASS_ONE = 1 << 32  # fixed-point mass of the most likely token
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The sampling settings of B sequences, one row each, and what the host knows of them.
+
+    `stages` names the stages that any row uses: an absent stage is skipped, a present one is switched by each row's
+    value, so naming a stage that no row uses changes nothing.
+    """
+
+    temperature: Tensor  # [B] float32, 0: greedy
+    top_k: Tensor  # [B] int64, <= 0: off
+    top_p: Tensor  # [B] float32, >= 1: off
+    min_p: Tensor  # [B] float32, 0: off
+    repetition_penalty: Tensor  # [B] float32, 1: off
+    presence_penalty: Tensor  # [B] float32, 0: off
+    frequency_penalty: Tensor  # [B] float32, 0: off
+    noise_key: Tensor  # [B] int64
+    prompt_lens: Tensor  # [B] int64
+    min_tokens: Tensor  # [B] int64
+    stop_ids: Tensor  # [B, 16] int64, ids masked while fewer than min_tokens are generated; unused entries -1
+    prompt_seen: Tensor  # [B, V] bool: the token occurs in the prompt
+    output_counts: Tensor  # [B, V] int32: occurrences in the output so far, the root included
+    logit_bias: Tensor  # [B, V] float32
+    stages: frozenset[str]  # of STAGES
+
+
+def path_tokens(tree: DraftTree, max_depth: int) -> Tensor:
+    """Return the tokens from the root's child down to each node itself: int64 [B, N, max_depth], padded with -1.
+
+    Column d is the ancestor d generations up (0 = the node itself). The root is left out: it is in the row's counts.
+    max_depth: at least the tree's greatest depth, min(num_steps, N - 1).
+    """
+    tokens = tree.token_ids.clone()
+    tokens[:, 0] = -1
+    parents = tree.parents.clamp(min=0)
+    columns, node = [], torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    for _ in range(max_depth):
+        columns.append(tokens.gather(1, node))
+        node = parents.gather(1, node)
+    return torch.stack(columns, -1) if columns else tokens.new_empty((*tokens.shape, 0))
+
+
+def process(logits: Tensor, paths: Tensor, depths: Tensor, kv_lens: Tensor, rows: SamplingRows) -> Tensor:
+    """Return z: the logits of each node after every sampling setting, filtered tokens at -inf.
+
+    logits [B, N, V] float32 or float64; paths int64 [B, N, D] from `path_tokens`; depths int64 [B, N]; kv_lens int64
+    [B]: the root's position. Never changes `logits` in place; returns it as is when there is nothing to do.
+
+    Repetition penalty r: of tokens in prompt or output, a positive logit is divided by r, any other multiplied. Then
+    frequency * count + presence * (count > 0) is subtracted, over the output. A node's output is the sequence's and
+    the node's own path.
+
+    top-k keeps the k largest. top-p keeps the smallest set of most likely tokens whose mass reaches top_p of what
+    top-k left. Both take equal logits in the order of token ids. Masses are fixed-point, floor(exp(z - max z) * 2^32),
+    so that no order of summation matters. min-p keeps z >= max z + log(min_p).
+    """
+    z = logits
+    if "penalties" in rows.stages:
+        z = _penalize(z, paths, rows)
+    if "bias" in rows.stages:
+        z = z + rows.logit_bias[:, None]
+    if "min_tokens" in rows.stages:
+        z = _mask_stops(z, depths, kv_lens, rows)
+    if "noise" in rows.stages:
+        z = z / torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None, None]
+    if "top_k" in rows.stages:
+        z = z.masked_fill(~_keep_top_k(z, rows.top_k[:, None]), -torch.inf)
+    if "top_p" in rows.stages:
+        z = z.masked_fill(~_keep_top_p(z, rows.top_p[:, None]), -torch.inf)
+    if "min_p" in rows.stages:
+        floor = z.amax(-1, keepdim=True) + rows.min_p.log()[:, None, None]
+        z = z.masked_fill(z < floor, -torch.inf)
+    return z
+
+
+def _penalize(logits: Tensor, paths: Tensor, rows: SamplingRows) -> Tensor:
+    """Apply the penalties of the rows' counts to every node, then set right the few tokens on each node's path."""
+    repetition = rows.repetition_penalty[:, None, None]
+    frequency = rows.frequency_penalty[:, None, None]
+    presence = rows.presence_penalty[:, None, None]
+
+    def penalized(x: Tensor, counts: Tensor, seen: Tensor) -> Tensor:
+        factor = torch.where(seen, repetition, 1.0)
+        offset = frequency * counts + presence * (counts > 0)
+        return torch.where(x > 0, x / factor, x * factor) - offset
+
+    counts = rows.output_counts[:, None]
+    z = penalized(logits, counts, rows.prompt_seen[:, None] | (counts > 0))
+    if paths.shape[-1] == 0:
+        return z
+    # At most D tokens a node. Padding (-1) becomes token 0 with its own right count, so that it writes a right value.
+    tokens = paths.clamp(min=0)
+    on_path = (paths[..., None, :] == tokens[..., :, None]).sum(-1)
+    batch, nodes, depth = tokens.shape
+    flat = tokens.flatten(1)
+    counts_at = rows.output_counts.gather(1, flat).view(batch, nodes, depth) + on_path
+    seen_at = rows.prompt_seen.gather(1, flat).view(batch, nodes, depth) | (counts_at > 0)
+    return z.scatter_(-1, tokens, penalized(logits.gather(-1, tokens), counts_at, seen_at))
+
+
+def _mask_stops(z: Tensor, depths: Tensor, kv_lens: Tensor, rows: SamplingRows) -> Tensor:
+    """Set stop ids to -inf at nodes whose sampled token comes before output index min_tokens."""
+    output_index = kv_lens[:, None] + depths + 1 - rows.prompt_lens[:, None]
+    too_early = output_index < rows.min_tokens[:, None]
+    stop_ids = rows.stop_ids[:, None].expand(-1, z.shape[1], -1)
+    bound = torch.where(too_early[..., None] & (stop_ids >= 0), -torch.inf, torch.inf).to(z.dtype)
+    return z.scatter_reduce(-1, stop_ids.clamp(min=0), bound, "amin")
+
+
+def _keep_top_k(z: Tensor, top_k: Tensor) -> Tensor:
+    """Return bool [..., V]: the top_k [...] largest, equal ones by token id; all where top_k <= 0."""
+    target = torch.where(top_k > 0, top_k, z.shape[-1])
+    return _largest_until(z, torch.ones_like(z, dtype=torch.int64), target)
+
+
+def _keep_top_p(z: Tensor, top_p: Tensor) -> Tensor:
+    """Return bool [..., V]: the smallest set of largest z whose mass reaches top_p [...]; all where top_p >= 1."""
+    mass = (z - z.amax(-1, keepdim=True)).exp_().mul_(_MASS_ONE).to(torch.int64)
+    target = (top_p.double() * mass.sum(-1)).ceil_().to(torch.int64)
+    return _largest_until(z, mass, target) | (top_p >= 1)[..., None]
+
+
+def _largest_until(z: Tensor, mass: Tensor, target: Tensor) -> Tensor:
+    """Return bool [..., V]: the shortest run of (z descending, token id ascending) whose mass reaches the target.
+
+    mass int64 [..., V] >= 0, equal where z is equal; target int64 [...]. A radix selection, most significant digit first:
+    histograms of integer masses are exact, hence the same in any order and on any device, and no sort is needed.
+    """
+    integer = torch.int32 if z.dtype == torch.float32 else torch.int64
+    num_bits = 32 if integer == torch.int32 else 64
+    bits = (z + 0.0).view(integer)  # -0.0 becomes 0.0
+    # Integers in descending order of z: as unsigned numbers, the largest z has the smallest key.
+    keys = torch.where(bits < 0, bits, bits ^ torch.iinfo(integer).max).to(torch.int64)
+    keys = keys & 0xFFFFFFFF if num_bits == 32 else keys
+    rest = target[..., None]
+    left = mass
+    prefix = torch.zeros_like(rest)
+    shift = num_bits
+    while shift > 0:
+        width = min(11, shift)
+        shift -= width
+        digit = (keys >> shift) & ((1 << width) - 1)
+        histogram = left.new_zeros((*left.shape[:-1], 1 << width)).scatter_add_(-1, digit, left)
+        sums = histogram.cumsum(-1)
+        bucket = (sums < rest).sum(-1, keepdim=True).clamp_(max=(1 << width) - 1)
+        rest = rest - (sums.gather(-1, bucket) - histogram.gather(-1, bucket))
+        prefix = (prefix << width) | bucket
+        if shift:
+            left = left.masked_fill(digit != bucket, 0)
+    # Of the tokens with the threshold's own z, the first ones by id until the rest is reached.
+    threshold = prefix
+    ties = keys == threshold
+    each = (mass * ties).amax(-1, keepdim=True).clamp_(min=1)
+    num_ties = (rest + each - 1) // each
+    return _before(keys, threshold, num_bits) | (ties & (ties.cumsum(-1) <= num_ties))
+
+
+def _before(keys: Tensor, threshold: Tensor, num_bits: int) -> Tensor:
+    """Compare as unsigned integers."""
+    if num_bits == 32:
+        return keys < threshold
+    sign = torch.iinfo(torch.int64).min
+    return (keys ^ sign) < (threshold ^ sign)
+
+
+def sample(z: Tensor, noise: Tensor | None, depths: Tensor, temperature: Tensor) -> Tensor:
+    """Return the token at every node: argmax of z + noise where T > 0, argmax of z where T = 0; int64 [B, N].
+
+    z [B, N, V]; noise float32 [B, D, V]: row d is the noise of position kv_len + 1 + d, that of tokens sampled at
+    depth d; None when no row has T > 0. Ties go to the lowest id; ids are in range even if z holds NaN.
+    """
+    if noise is None:
+        return z.argmax(-1)
+    batch, num_depths, vocab = noise.shape
+    if num_depths > 1 or z.shape[1] > 1:
+        first = torch.arange(0, batch * num_depths, num_depths, device=z.device)
+        noise = noise.reshape(-1, vocab).index_select(0, (depths + first[:, None]).flatten()).view(batch, -1, vocab)
+    return torch.where(temperature[:, None, None] > 0, z + noise, z).argmax(-1)
+
+
+def has_nan(logits: Tensor) -> Tensor:
+    """Return bool [B]: whether any logit [B, N, V] of the sequence is NaN."""
+    return logits.amax((-2, -1)).isnan()
+
+
+def draft_scores(draft_logits: Tensor, temperature: Tensor, noise: Tensor | None) -> Tensor:
+    """Return the scores that rank a node's children: float32 [B, R, Vd].
+
+    log_softmax of the logits where T = 0, of logits / T + noise where T > 0: the noise that the target will use at
+    the position of the token to be sampled. draft_logits float32 [B, R, Vd]; temperature [B]; noise float32 [B, Vd],
+    over the draft's vocabulary, one vector for all rows of a sequence; None: plain ranking.
+    """
+    if noise is None:
+        return draft_logits.log_softmax(-1)
+    warm = temperature[:, None, None] > 0
+    scaled = draft_logits / torch.where(warm, temperature[:, None, None], 1.0)
+    return (scaled + torch.where(warm, noise.view(noise.shape[0], 1, -1), 0.0)).log_softmax(-1)
