@@ -96,7 +96,7 @@ def build(config: EngineConfig) -> Built:
     runner = Runner(target, drafter, state, pages, config.page_size, tail, num_steps, device)
     kv = KVManager(PageAllocator(num_pages), config.page_size, table_width)
     notes.append(
-        f"KV: {kv.num_pages} pages of {config.page_size} tokens ({kv.num_pages * page_bytes / 2**20:.1f} MiB), "
+        f"KV: {kv.allocator.num_allocatable} pages of {config.page_size} tokens ({kv.allocator.num_allocatable * page_bytes / 2**20:.1f} MiB), "
         f"{page_bytes // config.page_size} bytes a token"
     )
     resolved = EngineConfig(**{**config.__dict__, "max_context": max_context, "speculative": speculative})

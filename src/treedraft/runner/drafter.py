@@ -20,7 +20,7 @@ from treedraft.runner.batch import DecodeBatch, PrefillBatch
 from treedraft.runner.state import DeviceState
 from treedraft.speculative.sampling import SamplingRows, draft_scores
 from treedraft.speculative.select import select
-from treedraft.speculative.tree import Frontier, first_level, next_level, num_words, stable_topk
+from treedraft.speculative.tree import Frontier, first_level, last_level, next_level, num_words, stable_topk
 from treedraft.types import Accepted, DraftTree, TreeRows
 
 
@@ -64,6 +64,9 @@ class EagleDrafter:
         for level in range(2, num_steps + 1):
             hidden = self._forward_frontier(batch, frontier, hidden, level)
             scores, token_ids = self._best_children(hidden, rows, noise, level)
+            if level == num_steps:
+                pool = last_level(pool, frontier, token_ids, scores)
+                break
             pool, frontier, parent_rows = next_level(pool, frontier, token_ids, scores, level)
             hidden = hidden.gather(1, parent_rows[..., None].expand(-1, -1, hidden.shape[-1]))
         return select(pool, batch.roots, self.shape.num_draft_tokens, words, batch.node_limits)

@@ -73,9 +73,10 @@ def run_round(
     tree = single_node(batch) if drafter is None else drafter.propose(batch, rows, noise)
     output = target.verify(batch, tree)
     logits = target.model.logits(output.hidden)
-    z = process(logits, rows, path_tokens(tree), tree.depths, batch.kv_lens)
+    max_path = min(num_steps, tree.token_ids.shape[1] - 1) + 1
+    z = process(logits, paths_of(tree, rows, max_path - 1), tree.depths, batch.kv_lens, rows)
     sampled = sample(z, noise, tree.depths, rows.temperature)
-    accepted = walk(tree, sampled, max_path=min(num_steps, tree.token_ids.shape[1] - 1) + 1)
+    accepted = walk(tree, sampled, max_path)
     target.commit(batch, accepted)
     if drafter is not None:
         features = output.features.gather(1, accepted.columns[..., None].expand(-1, -1, output.features.shape[-1]))
@@ -94,7 +95,7 @@ def run_prefill(
     zeros = torch.zeros_like(last)[:, None]
     noise = gumbel(rows.noise_key, last[:, None] + 1, logits.shape[-1]) if "noise" in rows.stages else None
     tree = _one_node(batch.token_ids[batch.last_rows])
-    z = process(logits, rows, path_tokens(tree), zeros, last)
+    z = process(logits, paths_of(tree, rows, 0), zeros, last, rows)
     sampled = sample(z, noise, zeros, rows.temperature)
     accepted = walk(tree, sampled, 1)
     first = accepted.token_ids[:, 0]
@@ -143,6 +144,11 @@ def _count(slots: Tensor, rows: SamplingRows, accepted: Accepted, state: DeviceS
     state.output_counts.view(-1).index_add_(0, flat, (accepted.token_ids >= 0).int().flatten())
 
 
+
+
+def paths_of(tree: DraftTree, rows: SamplingRows, max_depth: int) -> Tensor:
+    """[B, N, D] int64: each node's own path, which only penalties read; D = 0 without them."""
+    return path_tokens(tree, max_depth if "penalties" in rows.stages else 0)
 
 
 def path_has_nan(logits: Tensor, accepted: Accepted) -> Tensor:

@@ -23,7 +23,6 @@ class HostCopy:
     """A part of a step on its way to the host."""
 
     request_ids: tuple[int, ...]
-    slots: tuple[int, ...]
     params: tuple[SamplingParams, ...]
     is_round: bool
     tokens: Tensor  # [B, P + 2] int64: num_accepted, has_nan, token ids
@@ -105,7 +104,6 @@ class Runner:
             copied.record()
         return HostCopy(
             request_ids=tuple(r.request_id for r in rows),
-            slots=tuple(r.slot for r in rows),
             params=params,
             is_round=is_round,
             tokens=tokens,
@@ -144,7 +142,6 @@ def _read(part: HostCopy) -> list[RowResult]:
         results.append(
             RowResult(
                 request_id=part.request_ids[b],
-                slot=part.slots[b],
                 is_round=part.is_round,
                 token_ids=tuple(values[2 : 2 + num_emitted]),
                 has_nan=bool(values[1]),
