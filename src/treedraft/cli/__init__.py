@@ -1,0 +1,1 @@
+"""The command line: `treedraft generate | check | explain | demo | bench`."""

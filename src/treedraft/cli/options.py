@@ -1,0 +1,231 @@
+"""Flags shared by the commands, each defined once, under the names that users of other engines know.
+
+A command takes whole groups; `takes_groups` spreads a group's fields into the command's own flags:
+
+    @takes_groups
+    def generate(prompts: ..., engine: EngineOptions, sampling: SamplingOptions = SamplingOptions(temperature=0.8)):
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from treedraft.config import SpeculativeConfig
+from treedraft.errors import ConfigError
+from treedraft.types import SamplingParams
+
+if TYPE_CHECKING:
+    from treedraft.llm import LLM
+
+_MODEL, _TREE, _SAMPLING = "Model and engine", "Speculation", "Sampling"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What `LLM` is built from."""
+
+    model: Annotated[
+        str, typer.Option("--model", "--model-path", help="demo, a folder, or a hub id.", rich_help_panel=_MODEL)
+    ] = "demo"
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            "--speculative-draft-model-path",
+            help="Draft head: a folder or hub id. Default: the demo's own head for demo, else no speculation.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)] = "auto"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, float64, float32 or bfloat16; auto is float32 on a CPU, bfloat16 on a GPU.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    page_size: Annotated[
+        int, typer.Option("--page-size", "--block-size", help="Tokens in a page of KV.", rich_help_panel=_MODEL)
+    ] = 16
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            "--max-context",
+            "--max-model-len",
+            "--context-length",
+            help="Tokens of prompt and output together. Default: the model's own limit.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    max_batch: Annotated[
+        int,
+        typer.Option(
+            "--max-batch", "--max-running-requests", help="Sequences decoded together.", rich_help_panel=_MODEL
+        ),
+    ] = 8
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(help="Size of the KV pools, in bytes or as 512M, 2G.", rich_help_panel=_MODEL),
+    ] = None
+    mem_fraction_static: Annotated[
+        float,
+        typer.Option(
+            "--mem-fraction-static",
+            "--gpu-memory-utilization",
+            help="Share of a GPU's memory for weights, workspaces and KV together.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = 0.85
+    seed: Annotated[
+        int,
+        typer.Option(help="Seed of the sampling noise: same seed, same text.", rich_help_panel=_SAMPLING),
+    ] = 0
+
+    def load(self, speculative: SpeculativeConfig | None) -> LLM:
+        """Build the LLM; `speculative` None means one token a round."""
+        from treedraft.llm import LLM  # here: --help needs no torch
+
+        return LLM(speculative=speculative, **self.as_arguments())
+
+    def as_arguments(self) -> dict[str, Any]:
+        """The arguments of `LLM`, all but `speculative`."""
+        arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kv_memory"}
+        arguments["kv_memory_bytes"] = None if self.kv_memory is None else parse_bytes(self.kv_memory)
+        return arguments
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """The shape of the draft tree."""
+
+    num_steps: Annotated[
+        int,
+        typer.Option("--speculative-num-steps", help="Levels of the draft tree.", rich_help_panel=_TREE),
+    ] = 5
+    topk: Annotated[
+        int,
+        typer.Option("--speculative-eagle-topk", help="Branches kept per level; 1 is a chain.", rich_help_panel=_TREE),
+    ] = 4
+    num_draft_tokens: Annotated[
+        int,
+        typer.Option(
+            "--speculative-num-draft-tokens", help="Nodes verified per round, root included.", rich_help_panel=_TREE
+        ),
+    ] = 16
+    shared_noise: Annotated[
+        bool,
+        typer.Option(
+            "--shared-noise/--no-shared-noise",
+            help="Rank drafts with the noise that the target will sample with; the text is the same either way.",
+            rich_help_panel=_TREE,
+        ),
+    ] = True
+
+    def as_config(self) -> SpeculativeConfig:
+        """Return the checked tree shape."""
+        config = SpeculativeConfig(
+            num_steps=self.num_steps,
+            topk=self.topk,
+            num_draft_tokens=self.num_draft_tokens,
+            shared_noise=self.shared_noise,
+        )
+        config.check()
+        return config
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen."""
+
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", rich_help_panel=_SAMPLING)] = 128
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)] = 0.0
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.", rich_help_panel=_SAMPLING)] = 0
+    top_p: Annotated[
+        float, typer.Option(help="Keep the most likely tokens up to this mass.", rich_help_panel=_SAMPLING)
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Drop tokens below this share of the likeliest one's probability.", rich_help_panel=_SAMPLING
+        ),
+    ] = 0.0
+    n: Annotated[int, typer.Option("--n", help="Choices for each prompt.", rich_help_panel=_SAMPLING)] = 1
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Over prompt and output; 1: none.", rich_help_panel=_SAMPLING)
+    ] = 1.0
+    presence_penalty: Annotated[float, typer.Option(help="Over the output; 0: none.", rich_help_panel=_SAMPLING)] = 0.0
+    frequency_penalty: Annotated[float, typer.Option(help="Over the output; 0: none.", rich_help_panel=_SAMPLING)] = 0.0
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop before this text; may be repeated.", rich_help_panel=_SAMPLING)
+    ] = None
+    min_tokens: Annotated[
+        int, typer.Option(help="No end of text before this many tokens.", rich_help_panel=_SAMPLING)
+    ] = 0
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the end of text.", rich_help_panel=_SAMPLING)
+    ] = False
+
+    def as_params(self) -> SamplingParams:
+        """Return the checked SamplingParams."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["stop"] = tuple(self.stop or ())
+        return SamplingParams(**values)
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def takes_groups(command: _Command) -> _Command:
+    """Let a command's dataclass parameters appear as their fields' flags; a default instance gives the defaults."""
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        hint = hints[parameter.name]
+        if not is_dataclass(hint) or not isinstance(hint, type):
+            parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[parameter.name] = hint
+        default = hint() if parameter.default is inspect.Parameter.empty else parameter.default
+        field_hints = get_type_hints(hint, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                f.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=getattr(default, f.name),
+                annotation=field_hints[f.name],
+            )
+            for f in fields(hint)
+        ]
+
+    @functools.wraps(command)
+    def spread(**flags: Any) -> Any:
+        built = {name: group(**{f.name: flags.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        return command(**flags, **built)
+
+    del spread.__wrapped__  # signature() and get_type_hints() must see the spread flags, not the command's own
+    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {p.name: p.annotation for p in parameters}
+    return spread  # type: ignore[return-value]
+
+
+def parse_bytes(text: str) -> int:
+    """Read "1073741824", "512M" or "2G" (powers of 1024).
+
+    Raises:
+        ConfigError: the text is no size.
+    """
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    digits = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = units.get(digits[-1:], 1)
+    number = digits[:-1] if unit > 1 else digits
+    try:
+        return int(float(number) * unit)
+    except ValueError:
+        raise ConfigError(f"a size is a number of bytes, or a number with K, M, G or T; got {text!r}") from None
