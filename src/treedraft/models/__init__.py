@@ -1,0 +1,1 @@
+"""Weights in, hidden states out: target models and draft heads."""

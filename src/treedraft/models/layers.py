@@ -1,0 +1,82 @@
+"""Layers that every model shares. Modules accept any leading shape: [..., H] in, [..., H] out.
+
+`checkpoint(prefix)` of a module yields (name in a Hugging Face checkpoint, view of the parameter that it fills):
+loading copies into the views, saving reads them, so fused parameters need no conversion step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NamedViews = Iterator[tuple[str, Tensor]]
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x in float32, or in float64 where it is float64 already."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """Return an uninitialised parameter; a checkpoint or `init_weights` fills it."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T in at least float32: bfloat16 logits would tie. x: [..., H], weight: [V, H]."""
+    if x.dtype in (torch.float32, torch.float64):
+        return at_least_float32(F.linear(x, weight))  # under autocast the product may come out narrower
+    if x.is_cuda:
+        return torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+    return F.linear(x.float(), weight.float())
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in at least float32."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
+        self.shape = (size,)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+    def checkpoint(self, prefix: str) -> NamedViews:
+        yield f"{prefix}.weight", self.weight.detach()
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.size = size
+        self.gate_up = empty_weight(2 * size, hidden_size, dtype=dtype, device=device)
+        self.down = empty_weight(hidden_size, size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up).split(self.size, -1)
+        return F.linear(F.silu(gate) * up, self.down)
+
+    def checkpoint(self, prefix: str) -> NamedViews:
+        gate, up = self.gate_up.detach().split(self.size)
+        yield f"{prefix}.gate_proj.weight", gate
+        yield f"{prefix}.up_proj.weight", up
+        yield f"{prefix}.down_proj.weight", self.down.detach()
+
+
+def init_weights(module: nn.Module, seed: int, std: float = 0.02) -> None:
+    """Fill every matrix with normal noise, every norm with ones, every bias with zeros: the start of a training."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() >= 2:
+                noise = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+                parameter.copy_(noise)
+            else:
+                parameter.fill_(1.0)

@@ -1,0 +1,45 @@
+"""Which class runs which architecture; classes are imported when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from treedraft.models.config import ModelConfig
+from treedraft.weights.loader import load_weights, read_config
+
+if TYPE_CHECKING:
+    from treedraft.models.deepseek import DeepseekModel
+
+MODELS = {
+    "deepseek_v2": "treedraft.models.deepseek:DeepseekModel",
+    "deepseek_v3": "treedraft.models.deepseek:DeepseekModel",
+}
+
+
+def model_class(architecture: str) -> type[DeepseekModel]:
+    """Return the class of an architecture that `ModelConfig.from_hf` gave."""
+    module, name = MODELS[architecture].split(":")
+    return getattr(import_module(module), name)
+
+
+def load_model(
+    folder: Path,
+    max_positions: int | Callable[[int], int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[DeepseekModel, ModelConfig]:
+    """Build the target model of a folder and fill it; return it with its configuration.
+
+    `max_positions`: size of the rope tables, or a function that gives it from the model's max_position_embeddings.
+    Raises ConfigError, CheckpointError.
+    """
+    config = ModelConfig.from_hf(read_config(folder))
+    size = max_positions if isinstance(max_positions, int) else max_positions(config.max_position_embeddings)
+    model = model_class(config.architecture)(config, size, dtype, device)
+    load_weights(model.checkpoint(), folder, model.is_skipped, model.aliases())
+    return model.requires_grad_(False).eval(), config
