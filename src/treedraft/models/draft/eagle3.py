@@ -228,7 +228,7 @@ def load_head(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Eagle3MlaHead:
-    """Build the head of a folder for this target, with as many positions, and fill it. Raises ConfigError, CheckpointError."""
+    """Build the head of a folder for this target (same positions) and fill it. Raises ConfigError, CheckpointError."""
     config = Eagle3Config.from_hf(read_config(folder), target.config, frozenset(shards(folder)))
     head = Eagle3MlaHead(config, target_tables(target), target.rope.max_positions, dtype, device)
     load_weights(head.checkpoint(), folder)
