@@ -1,0 +1,7 @@
+"""Tokens a round by tree, temperature and domain: python benchmarks/acceptance.py [flags of `treedraft bench acceptance`]"""
+
+import sys
+
+from treedraft.cli.app import app
+
+app(["bench", "acceptance", "--noise", "both", "--out", "benchmarks/results", *sys.argv[1:]])
