@@ -1,4 +1,4 @@
-"""Tokens a round by tree, temperature and domain: python benchmarks/acceptance.py [flags of `treedraft bench acceptance`]"""
+"""Tokens a round by tree, temperature and domain: python benchmarks/acceptance.py [flags as in --help]"""
 
 import sys
 

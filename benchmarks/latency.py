@@ -1,4 +1,4 @@
-"""Tokens per second beside transformers' generate: python benchmarks/latency.py [flags of `treedraft bench latency`]"""
+"""Tokens per second beside transformers: python benchmarks/latency.py [flags as in --help]"""
 
 import sys
 

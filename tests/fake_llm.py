@@ -14,14 +14,14 @@ from treedraft.types import Choice, RequestMetrics, RequestOutput, SamplingParam
 class FakeLLM:
     """Knows `LLM`'s surface; speculation emits up to 3 tokens a round through a tree of 5 nodes.
 
-    `wrong_at`: with speculation, the token at this index differs. `gap`: between the two best logits, as logprobs.
+    `wrong_at`: with speculation, the token at this index differs.
     """
 
     built: list[dict[str, Any]] = []  # the arguments of every construction
 
-    def __init__(self, wrong_at: int | None = None, gap: float = 1.0, **arguments: Any):
+    def __init__(self, wrong_at: int | None = None, **arguments: Any):
         FakeLLM.built.append(arguments)
-        self.wrong_at, self.gap = wrong_at, gap
+        self.wrong_at = wrong_at
         self.speculative = arguments.get("speculative")
         self.config = SimpleNamespace(**{**arguments, "device": "cpu", "dtype": "float32"})
         self.notes = ("a fake",)
@@ -40,13 +40,14 @@ class FakeLLM:
     def generate(
         self,
         prompts: list[str | list[int]],
-        params: SamplingParams,
+        params: SamplingParams | list[SamplingParams],
         progress: bool = True,
         trace: list[RoundTrace] | None = None,
     ) -> list[RequestOutput]:
         if "" in prompts:
             raise RequestError("prompt 0: the prompt is empty; at least one token is needed")
-        return [self._one(prompt, params, trace) for prompt in prompts]
+        many = params if isinstance(params, list) else [params] * len(prompts)
+        return [self._one(prompt, one, trace) for prompt, one in zip(prompts, many, strict=True)]
 
     def _one(self, prompt: str | list[int], params: SamplingParams, trace: list[RoundTrace] | None) -> RequestOutput:
         prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -57,10 +58,7 @@ class FakeLLM:
                 ids[self.wrong_at] = ord("!")
             num_rounds += self._trace(prompt_ids, ids, self._next_id, trace)
             self._next_id += 1
-            top = {ids[0]: -0.5, ord("#"): -0.5 - self.gap} if params.logprobs else None
-            choices.append(
-                Choice(index, self.decode(ids), tuple(ids), "length", top_logprobs=None if top is None else (top,))
-            )
+            choices.append(Choice(index, self.decode(ids), tuple(ids), "length"))
         num_tokens = params.max_tokens * params.n
         metrics = RequestMetrics(
             num_prompt_tokens=len(prompt_ids),

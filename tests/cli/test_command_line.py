@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from treedraft.cli.app import app
 from treedraft.cli.options import parse_bytes
 from treedraft.cli.prompts import read_prompts
 from treedraft.config import SpeculativeConfig
+from treedraft.debug.differences import Gaps
 from treedraft.errors import ConfigError, RequestError
 
 
@@ -214,22 +216,19 @@ def test_check_equal_texts_exit_with_0() -> None:
     assert [b["speculative"] is None for b in FakeLLM.built] == [True, False]
 
 
-def test_check_difference_is_listed_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(treedraft.llm, "LLM", partial(FakeLLM, wrong_at=5, gap=0.25))
+@pytest.mark.parametrize(("gap", "verdict"), [(0.25, "different"), (1e-5, "explained")])
+def test_check_difference_is_listed_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, gap: float, verdict: str) -> None:
+    monkeypatch.setattr(treedraft.llm, "LLM", partial(FakeLLM, wrong_at=5))
+    monkeypatch.setattr("treedraft.debug.compare.gaps_at", lambda *_: Gaps(gap, math.inf, 1.0))
     result = call("check", "abc", "--max-tokens", "10", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
-    assert report["verdict"] == "different"
+    assert report["verdict"] == verdict
     [difference] = report["differences"]
     assert (difference["position"], difference["speculative_token_id"]) == (5, ord("!"))
-    assert difference["explanation"] == {"gap": 0.25, "reason": "top two", "is_explained": False}
-
-
-def test_check_near_tie_is_explained_and_still_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(treedraft.llm, "LLM", partial(FakeLLM, wrong_at=5, gap=1e-5))
-    result = call("check", "abc", "--max-tokens", "10")
-    assert result.exit_code == 1
-    assert "EXPLAINED" in result.output
+    assert difference["gaps"] == {"top_two": gap, "filter_edge": None, "router": 1.0}
+    assert difference["is_explained"] is (verdict == "explained")
+    assert verdict.upper() in call("check", "abc", "--max-tokens", "10").output
 
 
 def test_check_takes_the_bundled_prompts_by_default() -> None:

@@ -7,6 +7,8 @@ import pytest
 from fake_llm import FakeLLM
 from treedraft.config import SpeculativeConfig
 from treedraft.debug.compare import first_difference, run_check
+from treedraft.debug.differences import Gaps
+from treedraft.speculative.noise import noise_key
 from treedraft.types import SamplingParams
 
 
@@ -16,6 +18,19 @@ from treedraft.types import SamplingParams
 )
 def test_first_difference(a: str, b: str, position: int | None) -> None:
     assert first_difference(a, b) == position
+
+
+@pytest.fixture(autouse=True)
+def gaps(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """The gaps that a recomputation finds, and what it was asked."""
+    found = {"gaps": Gaps(1.0, 1.0, 1.0), "asked": []}
+
+    def gaps_at(llm, prompt, output, params, choice):
+        found["asked"].append((prompt, len(output), params.seed, choice))
+        return found["gaps"]
+
+    monkeypatch.setattr("treedraft.debug.compare.gaps_at", gaps_at)
+    return found
 
 
 def check(params: SamplingParams, **fake):
@@ -38,6 +53,16 @@ def test_run_check_lists_a_difference_of_every_choice() -> None:
     assert report.verdict == "different"
 
 
-@pytest.mark.parametrize(("gap", "verdict"), [(9e-5, "explained"), (1.1e-4, "different")])
-def test_run_check_explains_near_ties_alone(gap: float, verdict: str) -> None:
-    assert check(SamplingParams(max_tokens=10, temperature=0.0), wrong_at=4, gap=gap).verdict == verdict
+@pytest.mark.parametrize("found", [Gaps(9e-5, 1.0, 1.0), Gaps(1.0, 9e-5, 1.0), Gaps(1.0, 1.0, 9e-5)])
+def test_run_check_explains_near_ties(gaps: dict, found: Gaps) -> None:
+    gaps["gaps"] = found
+    assert check(SamplingParams(max_tokens=10, temperature=0.0), wrong_at=4).verdict == "explained"
+
+
+def test_run_check_recomputes_with_the_tokens_before_the_difference_and_the_request_seed(gaps: dict) -> None:
+    check(SamplingParams(max_tokens=10, n=2), wrong_at=4)
+    asked = [(prompt, count, choice) for prompt, count, _, choice in gaps["asked"]]
+    abc, de = tuple(map(ord, "abc")), tuple(map(ord, "de"))
+    assert asked == [(abc, 4, 0), (abc, 4, 1), (de, 4, 0), (de, 4, 1)]
+    seeds = [seed for _, _, seed, _ in gaps["asked"]]
+    assert seeds == [noise_key(0, 1)] * 2 + [noise_key(0, 3)] * 2  # as a fresh LLM(seed=0) derives them

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from fake_llm import make_round
 from treedraft.debug.explain import as_svg, children_of, render_tree, show_token
-from treedraft.debug.trace import LiveTrace
+from treedraft.debug.trace import LiveTrace, live_rounds
 
 ROUND = make_round(0, 10, ord("r"), [ord("<"), ord("b"), ord("c")])
 SVG = "{http://www.w3.org/2000/svg}"
@@ -82,3 +82,10 @@ def test_live_trace_hands_rounds_on_in_order() -> None:
     trace.append(ROUND)
     trace.extend([ROUND, ROUND])
     assert seen == list(trace) == [ROUND] * 3
+
+
+def test_live_rounds_cuts_at_the_end_and_drops_later_rounds() -> None:
+    rounds = [make_round(0, 10, 1, [2, 3, 4]), make_round(0, 13, 4, [5, 6, 7]), make_round(0, 16, 7, [8, 9, 9])]
+    prompt = list(range(10))
+    assert [r.emitted_token_ids for r in live_rounds(rounds, prompt, [1, 2, 3, 4, 5])] == [(2, 3, 4), (5,)]
+    assert [r.emitted_token_ids for r in live_rounds(rounds, prompt, [1, 2, 3, 4])] == [(2, 3, 4)]

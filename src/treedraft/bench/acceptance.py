@@ -13,13 +13,13 @@ from rich.table import Table
 
 from treedraft.bench.results import json_safe
 from treedraft.config import SpeculativeConfig
+from treedraft.debug.trace import RoundTrace, live_rounds
 from treedraft.errors import InvariantError
 from treedraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from treedraft.cli.options import EngineOptions
     from treedraft.cli.prompts import PromptLine
-    from treedraft.debug.trace import RoundTrace
     from treedraft.types import RequestOutput
 
 DEFAULT_SHAPES = tuple(
@@ -172,6 +172,7 @@ def measure_prompt(domain: str, output: RequestOutput, rounds: Sequence[RoundTra
         InvariantError: the trace is not this request's.
     """
     sequence = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    rounds = live_rounds(rounds, output.prompt_token_ids, output.outputs[0].token_ids)
     first_seen: dict[tuple[int, ...], int] = {}  # 8-gram -> index of its last token, at its first occurrence
     for end in range(NGRAM, len(sequence) + 1):
         first_seen.setdefault(tuple(sequence[end - NGRAM : end]), end - 1)
@@ -180,7 +181,7 @@ def measure_prompt(domain: str, output: RequestOutput, rounds: Sequence[RoundTra
     tokens = fresh_tokens = fresh_rounds = 0
     for each in rounds:
         root = each.kv_len
-        if not root < len(sequence) or sequence[root] != each.token_ids[0]:
+        if sequence[root] != each.token_ids[0]:
             raise InvariantError(f"a traced round's root at position {root} is not the sequence's token there")
         emitted = len(each.emitted_token_ids)
         tokens += emitted

@@ -53,14 +53,14 @@ def describe_commit() -> str | None:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with dataclasses as dicts, tuples as lists and NaN as None, all through."""
+    """`value` with dataclasses as dicts, tuples as lists, NaN and infinities as None, all through."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, dict):
         return {str(k): json_safe(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [json_safe(v) for v in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_result(folder: Path, name: str, data: dict[str, Any]) -> Path:

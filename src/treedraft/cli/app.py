@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from treedraft import __version__
 from treedraft.cli import bench, check, demo, explain, generate
 from treedraft.errors import TreedraftError
 
@@ -35,9 +36,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"treedraft {version('treedraft')}")
+        typer.echo(f"treedraft {__version__}")
         raise typer.Exit
 
 

@@ -39,7 +39,7 @@ def check(
     params = sampling.as_params()
     speculative = tree.as_config()
     given = collect_prompts(prompts, prompts_file or (None if prompts else "demo"))[:limit]
-    report = run_check(engine.load, given, params, speculative, progress=not as_json)
+    report = run_check(engine.load, given, params, speculative, engine.seed, progress=not as_json)
     if as_json:
         typer.echo(json.dumps(report.as_json(), ensure_ascii=False, indent=1))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -12,26 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from treedraft.bench.results import json_safe
+from treedraft.debug.differences import NEAR, Gaps, gaps_at
 from treedraft.errors import RequestError
+from treedraft.speculative.noise import noise_key
 
 if TYPE_CHECKING:
     from treedraft.config import SpeculativeConfig
     from treedraft.llm import LLM
     from treedraft.types import Choice, RequestOutput, SamplingParams
-
-THRESHOLD = 1e-4  # design, section 3: a smaller gap than this is a near-tie
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why two runs may part at a position: the smallest gap found there, and what it is a gap of."""
-
-    gap: float | None  # None: not computed
-    reason: str  # "top two" | "router" | "filter" | "" (not computed)
-
-    @property
-    def is_explained(self) -> bool:
-        return self.gap is not None and self.gap < THRESHOLD
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,7 @@ class Difference:
     position: int  # index among the generated tokens
     plain_token_id: int | None  # None: that text ends here
     speculative_token_id: int | None
-    explanation: Explanation
+    gaps: Gaps
 
 
 @dataclass(frozen=True)
@@ -66,13 +54,13 @@ class CheckReport:
         """ "equal", "explained" (every difference starts at a near-tie) or "different"."""
         if not self.differences:
             return "equal"
-        return "explained" if all(d.explanation.is_explained for d in self.differences) else "different"
+        return "explained" if all(d.gaps.is_explained for d in self.differences) else "different"
 
     def as_json(self) -> dict[str, Any]:
         """The report as JSON values."""
         values: dict[str, Any] = json_safe(self) | {"verdict": self.verdict}
         for difference, record in zip(self.differences, values["differences"]):
-            record["explanation"]["is_explained"] = difference.explanation.is_explained
+            record["is_explained"] = difference.gaps.is_explained
         return values
 
     def render(self) -> RenderableType:
@@ -89,18 +77,23 @@ class CheckReport:
             share,
         ]
         if self.differences:
-            table = Table("prompt", "choice", "position", "without", "with", "gap", "of", "explained", box=None)
+            table = Table(box=None)
+            for name in (
+                *("prompt", "choice", "position", "token without", "token with"),
+                *("top-two gap", "filter gap", "router gap", "explained"),
+            ):
+                table.add_column(name, justify="right")
             for d in self.differences:
-                gap = "-" if d.explanation.gap is None else f"{d.explanation.gap:.2e}"
                 table.add_row(
                     *(str(x) for x in (d.prompt_index, d.choice_index, d.position)),
                     *("end" if t is None else str(t) for t in (d.plain_token_id, d.speculative_token_id)),
-                    *(gap, d.explanation.reason or "-", "yes" if d.explanation.is_explained else "no"),
+                    *(f"{gap:.1e}" for gap in (d.gaps.top_two, d.gaps.filter_edge, d.gaps.router)),
+                    *("yes" if d.gaps.is_explained else "no"),
                 )
             parts.append(table)
         texts = {
             "equal": Text("EQUAL: every token is the same with and without speculation", style="bold green"),
-            "explained": Text(f"EXPLAINED: every difference starts at a gap below {THRESHOLD:g}", style="bold yellow"),
+            "explained": Text(f"EXPLAINED: every difference starts at a gap below {NEAR:g}", style="bold yellow"),
             "different": Text("DIFFERENT: the texts part where the model was not in doubt", style="bold red"),
         }
         return Group(*parts, texts[self.verdict])
@@ -116,20 +109,26 @@ def run_check(
     prompts: Sequence[str | list[int]],
     params: SamplingParams,
     speculative: SpeculativeConfig,
+    seed: int = 0,
     progress: bool = False,
 ) -> CheckReport:
     """Generate for `prompts` without and with speculation and compare.
 
     `load(None)` and `load(speculative)` build the engine; only one lives at a time, so a GPU need not hold two.
+    Requests without a seed get the one that a fresh engine of that `seed` would give them.
 
     Raises:
         RequestError: a request failed in either run.
     """
+    seeded = [
+        params if params.seed is not None else replace(params, seed=noise_key(seed, number * params.n + 1))
+        for number in range(len(prompts))
+    ]
     llm = load(None)
-    plain = llm.generate(list(prompts), params, progress=progress)
+    plain = llm.generate(list(prompts), seeded, progress=progress)
     del llm
     llm = load(speculative)
-    speculated = llm.generate(list(prompts), params, progress=progress)
+    speculated = llm.generate(list(prompts), seeded, progress=progress)
     info = llm.info()
     del llm
     for output in (*plain, *speculated):
@@ -152,7 +151,7 @@ def run_check(
                     position=position,
                     plain_token_id=_at(choice.token_ids, position),
                     speculative_token_id=_at(other.token_ids, position),
-                    explanation=explain_difference(judge, a, choice, params, position),
+                    gaps=explain_difference(judge, a, choice, seeded[index], position),
                 )
             )
     return _report(plain, speculated, tuple(differences), info)
@@ -166,28 +165,9 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def explain_difference(
-    llm: LLM, output: RequestOutput, choice: Choice, params: SamplingParams, position: int
-) -> Explanation:
-    """Find the smallest gap at `position` of a choice generated without speculation (`llm` speculates not).
-
-    Computed so far: the gap of the two best logits, for greedy requests without penalties or bias.
-    """
-    is_plain_greedy = params.temperature == 0 and not (
-        params.logit_bias
-        or params.min_tokens
-        or params.repetition_penalty != 1
-        or params.presence_penalty
-        or params.frequency_penalty
-    )
-    if not is_plain_greedy:
-        return Explanation(gap=None, reason="")
-    from treedraft.types import SamplingParams
-
-    context = [*output.prompt_token_ids, *choice.token_ids[:position]]
-    again = llm.generate([context], SamplingParams(max_tokens=1, temperature=0.0, logprobs=2), progress=False)
-    best = sorted((again[0].outputs[0].top_logprobs or ({},))[0].values(), reverse=True)
-    return Explanation(gap=best[0] - best[1], reason="top two") if len(best) >= 2 else Explanation(None, "")
+def explain_difference(llm: LLM, output: RequestOutput, choice: Choice, params: SamplingParams, position: int) -> Gaps:
+    """How near to a tie the choice at `position` was, recomputed by `llm`; params.seed must be set."""
+    return gaps_at(llm, output.prompt_token_ids, choice.token_ids[:position], params, choice.index)
 
 
 def _at(token_ids: Sequence[int], position: int) -> int | None:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from treedraft.runner.batch import DecodeBatch
+    from treedraft.runner.round import RoundTensors
+    from treedraft.runner.runner import RoundObserver
+    from treedraft.types import DecodeRow
 
 
 @dataclass(frozen=True)
@@ -25,10 +33,12 @@ class RoundTrace:
     parents: tuple[int, ...]  # column of the parent; -1 for the root
     depths: tuple[int, ...]
     scores: tuple[float, ...]  # ranking score (cumulative; with shared noise it includes the noise); 0 for the root
-    draft_probs: tuple[float, ...]  # the draft's own probability of the node given its parent; 1 for the root
+    draft_probs: tuple[float, ...]  # the draft's probability of the node given its parent, noise included; root: 1
     sampled: tuple[int, ...]  # the target's token at each node
     accepted_columns: tuple[int, ...]  # the walk, root first
-    emitted_token_ids: tuple[int, ...]  # accepted drafts and the bonus token, cut at a stop or at max_tokens
+    emitted_token_ids: tuple[
+        int, ...
+    ]  # accepted drafts, then the bonus token; `live_rounds` cuts them at the text's end
 
     @property
     def num_accepted(self) -> int:
@@ -64,3 +74,56 @@ class LiveTrace(list[RoundTrace]):
     def extend(self, items: Iterable[RoundTrace]) -> None:
         for item in items:
             self.append(item)
+
+
+def record_into(trace: list[RoundTrace]) -> RoundObserver:
+    """An observer for the runner that appends every sequence's round to `trace`. Syncs."""
+
+    def observe(rows: tuple[DecodeRow, ...], batch: DecodeBatch, result: RoundTensors) -> None:
+        kv_lens = batch.kv_lens.tolist()
+        tree, accepted = result.tree, result.accepted
+        columns = (tree.token_ids, tree.parents, tree.depths, tree.scores, result.sampled)
+        token_ids, parents, depths, scores, sampled = (x.tolist() for x in columns)
+        num_accepted, paths, emitted = (
+            x.tolist() for x in (accepted.num_accepted, accepted.columns, accepted.token_ids)
+        )
+        for b, row in enumerate(rows):
+            length = num_accepted[b] + 1
+            trace.append(
+                RoundTrace(
+                    slot=row.slot,
+                    request_id=row.request_id,
+                    kv_len=kv_lens[b],
+                    token_ids=tuple(token_ids[b]),
+                    parents=tuple(parents[b]),
+                    depths=tuple(depths[b]),
+                    scores=tuple(scores[b]),
+                    draft_probs=_draft_probs(token_ids[b], parents[b], scores[b]),
+                    sampled=tuple(sampled[b]),
+                    accepted_columns=tuple(paths[b][:length]),
+                    emitted_token_ids=tuple(emitted[b][:length]),
+                )
+            )
+
+    return observe
+
+
+def _draft_probs(token_ids: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> tuple[float, ...]:
+    """A node's score is its parent's plus the logarithm of its own probability. Inert nodes: 0."""
+    return tuple(
+        1.0 if p < 0 else math.exp(min(s - scores[p], 0.0)) if t >= 0 else 0.0
+        for t, p, s in zip(token_ids, parents, scores, strict=True)
+    )
+
+
+def live_rounds(
+    rounds: Iterable[RoundTrace], prompt_token_ids: Sequence[int], token_ids: Sequence[int]
+) -> list[RoundTrace]:
+    """One text's rounds with their tokens cut where the text ended; rounds launched after its end are left out."""
+    end = len(prompt_token_ids) + len(token_ids)
+    cut = []
+    for each in rounds:
+        num_wanted = end - each.kv_len - 1  # the root is at kv_len
+        if num_wanted > 0:
+            cut.append(replace(each, emitted_token_ids=each.emitted_token_ids[:num_wanted]))
+    return cut
