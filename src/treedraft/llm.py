@@ -16,7 +16,8 @@ from treedraft.errors import RequestError
 from treedraft.runner.build import build
 from treedraft.speculative.noise import noise_key
 from treedraft.types import RequestOutput, SamplingParams
-from treedraft.weights.loader import load_tokenizer, resolve_folder
+from treedraft.weights.loader import resolve_folder
+from treedraft.weights.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
 

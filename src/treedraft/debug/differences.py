@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from treedraft.attention.dense import DenseAttend
+from treedraft.models.moe import Router, Routing
 from treedraft.runner.state import DeviceState
 from treedraft.speculative.noise import gumbel, noise_key
 from treedraft.speculative.sampling import process
@@ -60,10 +61,10 @@ def gaps_at(
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     kv_lens = torch.tensor([ids.shape[1] - 1], device=device)
     no_path = torch.empty(1, 1, 0, dtype=torch.int64, device=device)
-    z = process(logits, no_path, zero, kv_lens, rows)[0, 0]
+    z = process(logits, rows, no_path, zero, kv_lens)[0, 0]
     unfiltered = SamplingParams(**{**params.__dict__, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
     free_rows = state.sampling_rows(torch.zeros(1, dtype=torch.int64, device=device), (unfiltered,))
-    free = process(logits, no_path, zero, kv_lens, free_rows)[0, 0]
+    free = process(logits, free_rows, no_path, zero, kv_lens)[0, 0]
     if params.temperature > 0:
         z = z + gumbel(rows.noise_key, kv_lens[:, None] + 1, z.shape[-1])[0, 0]
     best = z.topk(2).values
@@ -92,22 +93,18 @@ def filter_edge(z: Tensor, params: SamplingParams) -> float:
 @contextmanager
 def router_gaps(model: Any) -> Iterator[list[float]]:
     """Collect, from every router called inside, the smallest gap between a chosen and an unchosen expert's score."""
-    from treedraft.models.moe import MoE
-
     found: list[float] = []
-    hooks = []
 
-    def listen(moe: MoE) -> Any:
-        def hook(_module: Any, args: tuple[Any, ...], _output: Any) -> None:
-            found.append(moe.choice_gap(args[0]))
+    def hook(router: Router, _args: tuple[Any, ...], routing: Routing) -> None:
+        choice = routing.scores + getattr(router, "bias", 0.0)
+        is_chosen = torch.zeros_like(choice, dtype=torch.bool).scatter(-1, routing.indices, True)
+        worst_chosen = choice.masked_fill(~is_chosen, torch.inf).amin(-1)
+        best_unchosen = choice.masked_fill(is_chosen, -torch.inf).amax(-1)
+        found.append(float((worst_chosen - best_unchosen).abs().min()))
 
-        return hook
-
-    for module in model.modules():
-        if isinstance(module, MoE):
-            hooks.append(module.register_forward_hook(listen(module)))
+    hooks = [m.register_forward_hook(hook) for m in model.modules() if isinstance(m, Router)]
     try:
         yield found
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()

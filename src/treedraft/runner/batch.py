@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treedraft.attention.base import PrefixPlan, TreeAttention
 from treedraft.kv.page_table import PageTable, slots_of
 from treedraft.runner.state import DeviceState
 from treedraft.types import DecodeRow, PrefillRow
@@ -39,6 +40,7 @@ class DecodeBatch:
     tail_slots: Tensor  # [B, tail] int64: the physical slots of those logical positions
     max_kv_len: int  # host bound of kv_lens
     page_size: int
+    prefix: PrefixPlan  # the attention backend's plan of the committed prefixes, shared by all forwards of the round
     chain: Tensor  # [tail, words] int64: ancestor bits of a chain
 
     def chain_bits(self, num_rows: int) -> Tensor:
@@ -70,14 +72,21 @@ def pack_prefill(rows: tuple[PrefillRow, ...], pages: PageTable, page_size: int,
 
 
 def pack_decode(
-    rows: tuple[DecodeRow, ...], state: DeviceState, pages: PageTable, page_size: int, tail: int, chain: Tensor
+    rows: tuple[DecodeRow, ...],
+    state: DeviceState,
+    pages: PageTable,
+    page_size: int,
+    attention: TreeAttention,
+    chain: Tensor,
 ) -> DecodeBatch:
     """Gather the running sequences' device state. Reads no length on the host."""
     ints = torch.tensor([[r.slot, r.node_limit] for r in rows], dtype=torch.int64).to(state.device)
     slots, node_limits = ints[:, 0], ints[:, 1]
     kv_lens = state.kv_lens[slots]
     page_table = pages.rows(slots)
-    tail_positions = kv_lens[:, None] + torch.arange(tail, device=state.device)
+    tail_positions = kv_lens[:, None] + torch.arange(len(chain), device=state.device)
+    tail_slots = slots_of(page_table, tail_positions, page_size)
+    max_kv_len = max(r.max_kv_len for r in rows)
     return DecodeBatch(
         slots=slots,
         kv_lens=kv_lens,
@@ -85,8 +94,9 @@ def pack_decode(
         node_limits=node_limits,
         page_table=page_table,
         tail_positions=tail_positions,
-        tail_slots=slots_of(page_table, tail_positions, page_size),
-        max_kv_len=max(r.max_kv_len for r in rows),
+        tail_slots=tail_slots,
+        max_kv_len=max_kv_len,
         page_size=page_size,
+        prefix=attention.plan_prefix(page_table, kv_lens, max_kv_len, tail_slots, page_size),
         chain=chain,
     )

@@ -13,13 +13,14 @@ from treedraft.kv.allocator import NUM_RESERVED_PAGES, PageAllocator
 from treedraft.kv.manager import KVManager
 from treedraft.kv.page_table import PageTable
 from treedraft.kv.pool import LatentPool
+from treedraft.models.config import ModelConfig
 from treedraft.models.draft.eagle3 import Eagle3MlaHead, load_head
 from treedraft.models.registry import load_model
 from treedraft.runner.drafter import EagleDrafter
 from treedraft.runner.round import Target
 from treedraft.runner.runner import Runner
 from treedraft.runner.state import DeviceState
-from treedraft.weights.loader import resolve_folder
+from treedraft.weights.loader import read_config, resolve_folder
 
 DEFAULT_KV_BYTES = 1 << 30  # CPU pools are never larger unless asked for
 GPU_WORKSPACE_BYTES = 1 << 30  # activations of the largest prefill and verify
@@ -49,26 +50,20 @@ def build(config: EngineConfig) -> Built:
         speculative = None
     tail = speculative_tail(speculative)
     folder = resolve_folder(config.model)
-    model, model_config = load_model(
-        folder,
-        max_positions=lambda limit: max_logical_len(
-            _max_context(config.max_context, limit), speculative, config.max_pending
-        ),
-        dtype=dtype,
-        device=device,
-    )
+    model_config = ModelConfig.from_hf(read_config(folder))
     max_context = _max_context(config.max_context, model_config.max_position_embeddings)
+    logical_len = max_logical_len(max_context, speculative, config.max_pending)
+    model, _ = load_model(folder, logical_len, dtype, device)
     head: Eagle3MlaHead | None = None
     if speculative is not None and draft is not None:
-        head = load_head(resolve_folder(draft, kind="draft"), model, dtype=dtype, device=device)
-        speculative.check(head.draft_vocab_size)
+        head = load_head(resolve_folder(draft, kind="draft"), model, dtype, device)
+        speculative.check(head.config.draft_vocab_size)
 
-    logical_len = max_logical_len(max_context, speculative, config.max_pending)
     table_width = -(-logical_len // config.page_size)
-    width = model_config.kv_lora_rank + model_config.qk_rope_head_dim
+    width = model_config.mla.latent_width
     token_bytes = width * dtype.itemsize * model_config.num_hidden_layers
     if head is not None:
-        token_bytes += head.latent_width * dtype.itemsize
+        token_bytes += head.config.mla.latent_width * dtype.itemsize
     page_bytes = token_bytes * config.page_size
     num_pages = _num_pages(config, page_bytes, config.max_batch * table_width + NUM_RESERVED_PAGES, device)
     if num_pages <= NUM_RESERVED_PAGES:
@@ -88,7 +83,7 @@ def build(config: EngineConfig) -> Built:
     drafter = None
     sizes = {"target KV": target_pool.data.nbytes}
     if head is not None and speculative is not None:
-        draft_pool = pool(1, head.latent_width)
+        draft_pool = pool(1, head.config.mla.latent_width)
         drafter = EagleDrafter(head, attention, draft_pool, state, speculative)
         sizes["draft KV"] = draft_pool.data.nbytes
     pages = PageTable(config.max_batch, table_width, device)

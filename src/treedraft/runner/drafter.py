@@ -21,7 +21,7 @@ from treedraft.runner.state import DeviceState
 from treedraft.speculative.sampling import SamplingRows, draft_scores
 from treedraft.speculative.select import select
 from treedraft.speculative.tree import Frontier, first_level, last_level, next_level, num_words, stable_topk
-from treedraft.types import Accepted, DraftTree, TreeRows
+from treedraft.types import Accepted, DraftTree
 
 
 class Drafter(Protocol):
@@ -78,8 +78,8 @@ class EagleDrafter:
 
     def extend(self, batch: DecodeBatch, features: Tensor, accepted: Accepted) -> None:
         num_rows = features.shape[1]
-        rows = TreeRows(batch.page_table, batch.kv_lens, batch.chain_bits(num_rows), num_rows, batch.max_kv_len)
-        attend = self._attend(batch, rows, batch.tail_slots[:, :num_rows])
+        plan = self.attention.plan_tree(batch.prefix, batch.chain_bits(num_rows), num_rows)
+        attend = PagedTreeAttend(self.attention, plan, self.pool, batch.tail_slots[:, :num_rows])
         positions = batch.tail_positions[:, :num_rows]
         hidden = self.head(self.head.fuse(features), accepted.token_ids.clamp(min=0), positions, attend)
         last = accepted.num_accepted[:, None, None].expand(-1, 1, hidden.shape[-1])
@@ -88,8 +88,8 @@ class EagleDrafter:
     def _forward_frontier(self, batch: DecodeBatch, frontier: Frontier, hidden: Tensor, level: int) -> Tensor:
         """Forward the K nodes of depth level - 1: draft rows kv_len + level - 2. Returns [B, K, H]."""
         topk, start = self.shape.topk, (level - 2) * self.shape.topk
-        rows = TreeRows(batch.page_table, batch.kv_lens, frontier.ancestor_bits, start + topk, batch.max_kv_len)
-        attend = self._attend(batch, rows, batch.tail_slots[:, start : start + topk])
+        plan = self.attention.plan_tree(batch.prefix, frontier.ancestor_bits, start + topk)
+        attend = PagedTreeAttend(self.attention, plan, self.pool, batch.tail_slots[:, start : start + topk])
         positions = (batch.kv_lens[:, None] + (level - 2)).expand(-1, topk)
         return self.head(hidden, frontier.token_ids, positions, attend)
 
@@ -103,9 +103,6 @@ class EagleDrafter:
         scores = draft_scores(self.head.logits(hidden), rows.temperature, at_level if self.shape.shared_noise else None)
         best, draft_ids = stable_topk(scores, self.shape.topk)
         return best, self.head.target_ids(draft_ids)
-
-    def _attend(self, batch: DecodeBatch, rows: TreeRows, write_slots: Tensor) -> PagedTreeAttend:
-        return PagedTreeAttend(self.attention, self.attention.plan(rows, batch.page_size), self.pool, write_slots)
 
 
 def chain_bits(num_rows: int, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from treedraft.runner.state import DeviceState
 from treedraft.speculative.noise import gumbel
 from treedraft.speculative.sampling import SamplingRows, path_tokens, process, sample
 from treedraft.speculative.verify import walk
-from treedraft.types import Accepted, DraftTree, ModelOutput, TreeRows
+from treedraft.types import Accepted, DraftTree, ModelOutput
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Target:
     def verify(self, batch: DecodeBatch, tree: DraftTree) -> ModelOutput:
         """Forward the tree's nodes into slots kv_len + n. hidden [B, N, H], features [B, N, F]."""
         num_nodes = tree.token_ids.shape[1]
-        rows = TreeRows(batch.page_table, batch.kv_lens, tree.ancestor_bits, num_nodes, batch.max_kv_len)
-        plan = self.attention.plan(rows, batch.page_size)
+        plan = self.attention.plan_tree(batch.prefix, tree.ancestor_bits, num_nodes)
         attend = PagedTreeAttend(self.attention, plan, self.pool, batch.tail_slots[:, :num_nodes])
         positions = batch.kv_lens[:, None] + tree.depths
         return self.model(tree.token_ids.clamp(min=0), positions, attend, self.taps)
@@ -74,7 +73,7 @@ def run_round(
     output = target.verify(batch, tree)
     logits = target.model.logits(output.hidden)
     max_path = min(num_steps, tree.token_ids.shape[1] - 1) + 1
-    z = process(logits, paths_of(tree, rows, max_path - 1), tree.depths, batch.kv_lens, rows)
+    z = process(logits, rows, paths_of(tree, rows, max_path - 1), tree.depths, batch.kv_lens)
     sampled = sample(z, noise, tree.depths, rows.temperature)
     accepted = walk(tree, sampled, max_path)
     target.commit(batch, accepted)
@@ -95,7 +94,7 @@ def run_prefill(
     zeros = torch.zeros_like(last)[:, None]
     noise = gumbel(rows.noise_key, last[:, None] + 1, logits.shape[-1]) if "noise" in rows.stages else None
     tree = _one_node(batch.token_ids[batch.last_rows])
-    z = process(logits, paths_of(tree, rows, 0), zeros, last, rows)
+    z = process(logits, rows, paths_of(tree, rows, 0), zeros, last)
     sampled = sample(z, noise, zeros, rows.temperature)
     accepted = walk(tree, sampled, 1)
     first = accepted.token_ids[:, 0]
@@ -148,7 +147,9 @@ def _count(slots: Tensor, rows: SamplingRows, accepted: Accepted, state: DeviceS
 
 def paths_of(tree: DraftTree, rows: SamplingRows, max_depth: int) -> Tensor:
     """[B, N, D] int64: each node's own path, which only penalties read; D = 0 without them."""
-    return path_tokens(tree, max_depth if "penalties" in rows.stages else 0)
+    if "penalties" in rows.stages and max_depth:
+        return path_tokens(tree, max_depth)
+    return tree.token_ids.new_empty((*tree.token_ids.shape, 0))
 
 
 def path_has_nan(logits: Tensor, accepted: Accepted) -> Tensor:

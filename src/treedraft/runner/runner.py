@@ -52,7 +52,7 @@ class Runner:
         device: torch.device,
     ):
         self.target, self.drafter, self.state, self.pages = target, drafter, state, pages
-        self.page_size, self.tail, self.num_steps, self.device = page_size, tail, num_steps, device
+        self.page_size, self.num_steps, self.device = page_size, num_steps, device
         self.chain = chain_bits(tail, device)
         self.observer: RoundObserver | None = None  # debug.trace listens here
 
@@ -82,7 +82,7 @@ class Runner:
         return self._copy_out(rows, result, is_round=False)
 
     def _launch_round(self, rows: tuple[DecodeRow, ...]) -> HostCopy:
-        batch = pack_decode(rows, self.state, self.pages, self.page_size, self.tail, self.chain)
+        batch = pack_decode(rows, self.state, self.pages, self.page_size, self.target.attention, self.chain)
         sampling = self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows))
         result = run_round(batch, sampling, self.target, self.drafter, self.state, self.num_steps)
         if self.observer is not None:

@@ -1,0 +1,32 @@
+"""Fixtures that load the bundled model once."""
+
+import json
+from importlib.resources import files
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def demo_prompts() -> list[str]:
+    """The held-out prompts, one of each domain in turn."""
+    lines = (files("treedraft") / "demo" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    by_domain: dict[str, list[str]] = {}
+    for record in map(json.loads, lines):
+        by_domain.setdefault(record["domain"], []).append(record["prompt"])
+    return [prompt for group in zip(*by_domain.values()) for prompt in group]
+
+
+@pytest.fixture(scope="session")
+def plain64():
+    """The demo model in float64 without speculation: what every exact test compares with."""
+    from treedraft import LLM
+
+    return LLM("demo", dtype="float64", device="cpu", speculative=None, max_batch=4, max_context=512)
+
+
+@pytest.fixture(scope="session")
+def tree64():
+    """The demo model in float64 with the default tree."""
+    from treedraft import LLM
+
+    return LLM("demo", dtype="float64", device="cpu", max_batch=4, max_context=512)
