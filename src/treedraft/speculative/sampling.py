@@ -44,23 +44,23 @@ class SamplingRows:
     stages: frozenset[str]  # of STAGES
 
 
-def path_tokens(tree: DraftTree, max_depth: int) -> Tensor:
-    """Return the tokens from the root's child down to each node itself: int64 [B, N, max_depth], padded with -1.
+def path_tokens(tree: DraftTree, max_depth: int | None = None) -> Tensor:
+    """Return the tokens of each node's path, the node included, the root left out: int64 [B, N, max_depth].
 
-    Column d is the ancestor d generations up (0 = the node itself). The root is left out: it is in the row's counts.
-    max_depth: at least the tree's greatest depth, min(num_steps, N - 1).
+    Column d - 1 is the ancestor of depth d; -1 below the node itself. The root is already in the row's counts.
+    max_depth: at least the tree's greatest depth, num_steps; None: N - 1, which no depth exceeds.
     """
-    tokens = tree.token_ids.clone()
-    tokens[:, 0] = -1
-    parents = tree.parents.clamp(min=0)
-    columns, node = [], torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    for _ in range(max_depth):
-        columns.append(tokens.gather(1, node))
-        node = parents.gather(1, node)
-    return torch.stack(columns, -1) if columns else tokens.new_empty((*tokens.shape, 0))
+    num_nodes = tree.token_ids.shape[1]
+    width = num_nodes - 1 if max_depth is None else max_depth
+    node = torch.arange(num_nodes, device=tree.token_ids.device)
+    is_on_path = (tree.ancestor_bits[:, :, node >> 6] >> (node & 63)) & 1  # [B, N, N]
+    # Everything off the path, and the root, goes to a spare last column.
+    column = torch.where((is_on_path > 0) & (node > 0), tree.depths[:, None] - 1, width)
+    paths = tree.token_ids.new_full((*column.shape[:2], width + 1), -1)
+    return paths.scatter_(2, column, tree.token_ids[:, None].expand_as(column))[..., :width]
 
 
-def process(logits: Tensor, paths: Tensor, depths: Tensor, kv_lens: Tensor, rows: SamplingRows) -> Tensor:
+def process(logits: Tensor, rows: SamplingRows, paths: Tensor, depths: Tensor, kv_lens: Tensor) -> Tensor:
     """Return z: the logits of each node after every sampling setting, filtered tokens at -inf.
 
     logits [B, N, V] float32 or float64; paths int64 [B, N, D] from `path_tokens`; depths int64 [B, N]; kv_lens int64
@@ -198,20 +198,15 @@ def sample(z: Tensor, noise: Tensor | None, depths: Tensor, temperature: Tensor)
     return torch.where(temperature[:, None, None] > 0, z + noise, z).argmax(-1)
 
 
-def has_nan(logits: Tensor) -> Tensor:
-    """Return bool [B]: whether any logit [B, N, V] of the sequence is NaN."""
-    return logits.amax((-2, -1)).isnan()
-
-
 def draft_scores(draft_logits: Tensor, temperature: Tensor, noise: Tensor | None) -> Tensor:
     """Return the scores that rank a node's children: float32 [B, R, Vd].
 
     log_softmax of the logits where T = 0, of logits / T + noise where T > 0: the noise that the target will use at
-    the position of the token to be sampled. draft_logits float32 [B, R, Vd]; temperature [B]; noise float32 [B, Vd],
-    over the draft's vocabulary, one vector for all rows of a sequence; None: plain ranking.
+    the position of the token to be sampled. draft_logits float32 [B, R, Vd]; temperature [B]; noise float32 [B, Vd]
+    or [B, 1, Vd], over the draft's vocabulary, one vector for all rows of a sequence; None: plain ranking.
     """
     if noise is None:
         return draft_logits.log_softmax(-1)
     warm = temperature[:, None, None] > 0
     scaled = draft_logits / torch.where(warm, temperature[:, None, None], 1.0)
-    return (scaled + torch.where(warm, noise.view(noise.shape[0], 1, -1), 0.0)).log_softmax(-1)
+    return (scaled + torch.where(warm, noise.reshape(noise.shape[0], 1, -1), 0.0)).log_softmax(-1)
