@@ -16,7 +16,7 @@ from treedraft.types import DraftTree
 
 STAGES = frozenset({"penalties", "bias", "min_tokens", "noise", "top_k", "top_p", "min_p"})
 MAX_STOP_IDS = 16  # columns of SamplingRows.stop_ids
-_MASS_ONE = 1 << 32  # fixed-point mass of the most likely token
+MASS_ONE = 1 << 32  # fixed-point mass of the most likely token
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def process(logits: Tensor, rows: SamplingRows, paths: Tensor, depths: Tensor, k
     frequency * count + presence * (count > 0) is subtracted, over the output. A node's output is the sequence's and
     the node's own path.
 
-    top-k keeps the k largest. top-p keeps the smallest set of most likely tokens whose mass reaches top_p of what
-    top-k left. Both take equal logits in the order of token ids. Masses are fixed-point, floor(exp(z - max z) * 2^32),
-    so that no order of summation matters. min-p keeps z >= max z + log(min_p).
+    top-k keeps the k most likely tokens; top-p the smallest set of most likely tokens whose mass reaches top_p of what
+    top-k left. Both order tokens by z - max z as it rounds in the dtype of z, and equal ones by id. A token's mass is
+    fixed-point, floor(exp(z - max z) * 2^32), so that no order of summation matters. min-p keeps z - max z >= log min_p.
     """
     z = logits
     if "penalties" in rows.stages:
@@ -83,13 +83,9 @@ def process(logits: Tensor, rows: SamplingRows, paths: Tensor, depths: Tensor, k
         z = _mask_stops(z, depths, kv_lens, rows)
     if "noise" in rows.stages:
         z = z / torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None, None]
-    if "top_k" in rows.stages:
-        z = z.masked_fill(~_keep_top_k(z, rows.top_k[:, None]), -torch.inf)
-    if "top_p" in rows.stages:
-        z = z.masked_fill(~_keep_top_p(z, rows.top_p[:, None]), -torch.inf)
-    if "min_p" in rows.stages:
-        floor = z.amax(-1, keepdim=True) + rows.min_p.log()[:, None, None]
-        z = z.masked_fill(z < floor, -torch.inf)
+    filters = rows.stages & {"top_k", "top_p", "min_p"}
+    if filters:
+        z = torch.where(_keep(z, rows, filters), z, -torch.inf)
     return z
 
 
@@ -102,7 +98,7 @@ def _penalize(logits: Tensor, paths: Tensor, rows: SamplingRows) -> Tensor:
     def penalized(x: Tensor, counts: Tensor, seen: Tensor) -> Tensor:
         factor = torch.where(seen, repetition, 1.0)
         offset = frequency * counts + presence * (counts > 0)
-        return torch.where(x > 0, x / factor, x * factor) - offset
+        return x.clamp(min=0) / factor + x.clamp(max=0) * factor - offset
 
     counts = rows.output_counts[:, None]
     z = penalized(logits, counts, rows.prompt_seen[:, None] | (counts > 0))
@@ -127,60 +123,64 @@ def _mask_stops(z: Tensor, depths: Tensor, kv_lens: Tensor, rows: SamplingRows) 
     return z.scatter_reduce(-1, stop_ids.clamp(min=0), bound, "amin")
 
 
-def _keep_top_k(z: Tensor, top_k: Tensor) -> Tensor:
-    """Return bool [..., V]: the top_k [...] largest, equal ones by token id; all where top_k <= 0."""
-    target = torch.where(top_k > 0, top_k, z.shape[-1])
-    return _largest_until(z, torch.ones_like(z, dtype=torch.int64), target)
+def _keep(z: Tensor, rows: SamplingRows, filters: frozenset[str]) -> Tensor:
+    """Return bool [B, N, V]: the tokens that top-k, then top-p, then min-p leave."""
+    below_max = z - z.amax(-1, keepdim=True)
+    keep = torch.ones_like(z, dtype=torch.bool)
+    if "top_k" in filters:
+        top_k = rows.top_k[:, None, None]
+        first = _first_until(below_max, torch.ones_like(z, dtype=torch.int64), top_k.repeat(1, z.shape[1], 1))
+        keep = first | (top_k <= 0)
+    if "top_p" in filters:
+        top_p = rows.top_p[:, None, None]
+        if "top_k" in filters:
+            below_max = torch.where(keep, below_max, -torch.inf)
+        mass = below_max.exp().mul_(MASS_ONE).to(torch.int64)
+        target = (mass.sum(-1, keepdim=True) * top_p.double()).ceil_().to(torch.int64)
+        keep = keep & (_first_until(below_max, mass, target) | (top_p >= 1))
+    if "min_p" in filters:
+        keep = keep & (below_max >= rows.min_p.log()[:, None, None])
+    return keep
 
 
-def _keep_top_p(z: Tensor, top_p: Tensor) -> Tensor:
-    """Return bool [..., V]: the smallest set of largest z whose mass reaches top_p [...]; all where top_p >= 1."""
-    mass = (z - z.amax(-1, keepdim=True)).exp_().mul_(_MASS_ONE).to(torch.int64)
-    target = (top_p.double() * mass.sum(-1)).ceil_().to(torch.int64)
-    return _largest_until(z, mass, target) | (top_p >= 1)[..., None]
+def _first_until(below_max: Tensor, mass: Tensor, target: Tensor) -> Tensor:
+    """Return bool [..., V]: the shortest run of (below_max descending, token id ascending) whose mass reaches target.
 
+    below_max [..., V]: z - max z, never positive; mass int64 [..., V] >= 0, the same where below_max is the same;
+    target int64 [..., 1] >= 1.
 
-def _largest_until(z: Tensor, mass: Tensor, target: Tensor) -> Tensor:
-    """Return bool [..., V]: the shortest run of (z descending, token id ascending) whose mass reaches the target.
+    A radix selection instead of a sort (2.7 ms -> 0.6 ms at 16 x 4096 on one core). Without its sign, below_max is a
+    number whose bits, read as an integer, count up from the most likely token. Its digits are taken from the top; in
+    each pass a histogram of mass over one digit tells in which bucket the target is reached:
 
-    mass int64 [..., V] >= 0, equal where z is equal; target int64 [...]. A radix selection, most significant digit first:
-    histograms of integer masses are exact, hence the same in any order and on any device, and no sort is needed.
+        bits  | 11 | 10 | 10 |         bucket = 2, then 0, then 5:  the threshold is 2.0.5
+
+    Histograms of integers are exact, hence the same on any device and in any order of summation.
     """
-    integer = torch.int32 if z.dtype == torch.float32 else torch.int64
-    num_bits = 32 if integer == torch.int32 else 64
-    bits = (z + 0.0).view(integer)  # -0.0 becomes 0.0
-    # Integers in descending order of z: as unsigned numbers, the largest z has the smallest key.
-    keys = torch.where(bits < 0, bits, bits ^ torch.iinfo(integer).max).to(torch.int64)
-    keys = keys & 0xFFFFFFFF if num_bits == 32 else keys
-    rest = target[..., None]
-    left = mass
-    prefix = torch.zeros_like(rest)
-    shift = num_bits
+    integer = torch.int32 if below_max.dtype == torch.float32 else torch.int64
+    key = below_max.view(integer) & torch.iinfo(integer).max
+    shift = torch.iinfo(integer).bits - 1
+    width = 11
+    prefix = torch.zeros_like(target, dtype=integer)
+    rest = target
     while shift > 0:
-        width = min(11, shift)
+        # Digits are moved up by one: buckets 0 and size - 1 collect what lies before and after the prefix.
         shift -= width
-        digit = (keys >> shift) & ((1 << width) - 1)
-        histogram = left.new_zeros((*left.shape[:-1], 1 << width)).scatter_add_(-1, digit, left)
+        size = (1 << width) + 2
+        digit = (key >> shift).sub_((prefix << width) - 1).clamp_(0, size - 1).to(torch.int64)
+        histogram = mass.new_zeros((*mass.shape[:-1], size)).scatter_add_(-1, digit, mass)
+        histogram[..., 0] = 0
         sums = histogram.cumsum(-1)
-        bucket = (sums < rest).sum(-1, keepdim=True).clamp_(max=(1 << width) - 1)
-        rest = rest - (sums.gather(-1, bucket) - histogram.gather(-1, bucket))
-        prefix = (prefix << width) | bucket
-        if shift:
-            left = left.masked_fill(digit != bucket, 0)
-    # Of the tokens with the threshold's own z, the first ones by id until the rest is reached.
-    threshold = prefix
-    ties = keys == threshold
-    each = (mass * ties).amax(-1, keepdim=True).clamp_(min=1)
-    num_ties = (rest + each - 1) // each
-    return _before(keys, threshold, num_bits) | (ties & (ties.cumsum(-1) <= num_ties))
-
-
-def _before(keys: Tensor, threshold: Tensor, num_bits: int) -> Tensor:
-    """Compare as unsigned integers."""
-    if num_bits == 32:
-        return keys < threshold
-    sign = torch.iinfo(torch.int64).min
-    return (keys ^ sign) < (threshold ^ sign)
+        bucket = torch.searchsorted(sums, rest).clamp_(1, size - 2)
+        reached = histogram.gather(-1, bucket)
+        rest = rest - sums.gather(-1, bucket) + reached
+        prefix = (prefix << width) | (bucket - 1).to(integer)
+        width = min(10, shift)
+    # Of the tokens at the threshold, all of one mass, the first ones by id until the rest is reached.
+    is_tie = key == prefix
+    rank = is_tie.cumsum(-1)
+    each = (reached // rank[..., -1:].clamp(min=1)).clamp_(min=1)
+    return (key < prefix) | (is_tie & (rank <= (rest + each - 1) // each))
 
 
 def sample(z: Tensor, noise: Tensor | None, depths: Tensor, temperature: Tensor) -> Tensor:
@@ -190,12 +190,24 @@ def sample(z: Tensor, noise: Tensor | None, depths: Tensor, temperature: Tensor)
     depth d; None when no row has T > 0. Ties go to the lowest id; ids are in range even if z holds NaN.
     """
     if noise is None:
-        return z.argmax(-1)
+        return _argmax(z)
     batch, num_depths, vocab = noise.shape
-    if num_depths > 1 or z.shape[1] > 1:
-        first = torch.arange(0, batch * num_depths, num_depths, device=z.device)
-        noise = noise.reshape(-1, vocab).index_select(0, (depths + first[:, None]).flatten()).view(batch, -1, vocab)
-    return torch.where(temperature[:, None, None] > 0, z + noise, z).argmax(-1)
+    noise = noise * (temperature > 0)[:, None, None]
+    row = depths + torch.arange(0, batch * num_depths, num_depths, device=z.device)[:, None]
+    return _argmax(noise.view(-1, vocab).index_select(0, row.flatten()).view(batch, -1, vocab) + z)
+
+
+def _argmax(z: Tensor) -> Tensor:
+    """Return the first index of the largest element of each row [..., V]; NaN counts as the largest.
+
+    By chunks, since maxima are vectorised on the CPU and argmax is not: 57 -> 24 us at 16 x 4096.
+    """
+    if z.shape[-1] % 64 or z.shape[-1] <= 256 or z.numel() < 5 * z.shape[-1]:
+        return z.argmax(-1)
+    chunks = z.unflatten(-1, (-1, 64))
+    best = chunks.amax(-1).argmax(-1, keepdim=True)
+    within = chunks.gather(-2, best[..., None].expand(*best.shape, 64)).squeeze(-2).argmax(-1)
+    return best.squeeze(-1) * 64 + within
 
 
 def draft_scores(draft_logits: Tensor, temperature: Tensor, noise: Tensor | None) -> Tensor:
@@ -207,6 +219,6 @@ def draft_scores(draft_logits: Tensor, temperature: Tensor, noise: Tensor | None
     """
     if noise is None:
         return draft_logits.log_softmax(-1)
-    warm = temperature[:, None, None] > 0
-    scaled = draft_logits / torch.where(warm, temperature[:, None, None], 1.0)
-    return (scaled + torch.where(warm, noise.reshape(noise.shape[0], 1, -1), 0.0)).log_softmax(-1)
+    is_warm = temperature > 0
+    noise = noise.reshape(noise.shape[0], 1, -1) * is_warm[:, None, None]
+    return (draft_logits / torch.where(is_warm, temperature, 1.0)[:, None, None]).add_(noise).log_softmax(-1)

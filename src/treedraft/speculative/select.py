@@ -16,37 +16,37 @@ def select(pool: CandidatePool, root_ids: Tensor, num_draft_tokens: int, words: 
     Nodes are ordered by pool index, root first, so parents precede children. Candidates at -inf (or NaN) and those
     beyond the limit become inert nodes at the end: token -1, parent 0, depth 1, score -inf, bits of root and self.
     """
-    batch, size = pool.token_ids.shape
-    topk, count = pool.topk, num_draft_tokens - 1
-    device = pool.token_ids.device
-    scores, best = stable_topk(pool.scores, count)
-    alive = (scores > -torch.inf) & (torch.arange(1, num_draft_tokens, device=device) < node_limits[:, None])
-    # Sorting by pool index puts parents first: alive candidates are 0 .. size-1, inert ones size .. 2*size-1.
-    keys, order = torch.where(alive, best, best + size).sort(dim=1)
-    alive = keys < size
-    index = keys.remainder(size)
-    # Column of a parent = 1 + its rank among the kept = how many kept pool indices are <= it; 0 for the root (-1).
-    parents = torch.searchsorted(keys, pool.parents.gather(1, index), right=True)
-    parents = torch.where(alive, parents, 0)
-    tokens = torch.where(alive, pool.token_ids.gather(1, index), -1)
-    # Pool 0..K-1 is level 1, then K*K a level.
-    depths = torch.where(alive, (index + (topk * topk - topk)) // (topk * topk) + 1, 1)
-    kept_scores = scores.gather(1, order).masked_fill(~alive, -torch.inf)
+    topk, size, device = pool.topk, pool.size, root_ids.device
+    token_ids = torch.cat(pool.token_ids, 1)
+    scores, best = stable_topk(torch.cat(pool.scores, 1), num_draft_tokens - 1)
+    rank = torch.arange(1, num_draft_tokens, device=device)
+    is_inert = (scores == -torch.inf) | (rank >= node_limits[:, None])
+    # Sorted by pool index, with inert candidates moved behind all others: 0 .. size-1, then size .. 2*size-1.
+    index, order = torch.where(is_inert, best + size, best).sort(dim=1)
+    is_inert = index >= size
 
-    def with_root(root: Tensor | int | float, rest: Tensor) -> Tensor:
-        head = root[:, None] if isinstance(root, Tensor) else rest.new_full((batch, 1), root)
-        return torch.cat((head, rest), 1)
+    def with_root(root: float, rest: Tensor, inert: float) -> Tensor:
+        return torch.nn.functional.pad(torch.where(is_inert, inert, rest), (1, 0), value=root)
 
-    num_levels = 1 + (size - topk) // (topk * topk)
-    bits = own_bits(0, num_draft_tokens, words, device).expand(batch, num_draft_tokens, words)
-    jump = with_root(0, parents)  # each pass doubles how many generations a node has gathered
-    for _ in range(num_levels.bit_length()):
+    # Column of a parent = 1 + its rank among the kept, which is how many kept pool indices are <= its own.
+    within = index.remainder(size)
+    if pool.frontiers:
+        frontiers = torch.cat(pool.frontiers, 1)
+        parent_index = frontiers.gather(1, (within - topk).clamp_(min=0) // topk)
+        column = torch.searchsorted(index, parent_index, right=True)
+        parents = with_root(0, column, 0) * with_root(0, within >= topk, 0)
+    else:
+        parents = torch.zeros((index.shape[0], num_draft_tokens), dtype=torch.int64, device=device)
+    # Pool index 0 .. K-1 is level 1, then a level every K * K.
+    depths = with_root(0, (within + (topk * topk - topk)) // (topk * topk) + 1, 1)
+
+    bits = own_bits(0, num_draft_tokens, words, device).expand(index.shape[0], num_draft_tokens, words)
+    jump = parents  # the root's parent is the root; each pass doubles the generations gathered
+    for _ in range(pool.num_levels.bit_length()):
         bits = bits | bits.gather(1, jump[..., None].expand(-1, -1, words))
         jump = jump.gather(1, jump)
-    return DraftTree(
-        token_ids=with_root(root_ids, tokens),
-        parents=with_root(-1, parents),
-        depths=with_root(0, depths),
-        ancestor_bits=bits,
-        scores=with_root(0.0, kept_scores),
-    )
+    tokens = with_root(0, token_ids.gather(1, within), -1)
+    tokens[:, 0] = root_ids
+    parents = parents.clone()
+    parents[:, 0] = -1
+    return DraftTree(tokens, parents, depths, bits, with_root(0.0, scores.gather(1, order), -torch.inf))

@@ -1,13 +1,13 @@
 """The draft tree while it grows: the pool of all candidates, and the frontier of K rows that is forwarded next.
 
-Levels, draft rows and bits, for K = 2, S = 3 (L = kv_len):
+Levels, pool and draft rows for K = 2, S = 3 (L = kv_len):
 
-    level 1        a0   a1            pool 0..1       rows of the forward that makes level 2: bits 0, 1
-    level 2      b0 b1 b2 b3          pool 2..5       the best two are forwarded for level 3: bits 2, 3
-    level 3      c0 c1 c2 c3          pool 6..9       never forwarded
+    level 1     a0 a1           pool 0..1    both are forwarded to make level 2: draft rows 0, 1
+    level 2     b0 b1 b2 b3     pool 2..5    the best two are forwarded to make level 3: draft rows 2, 3
+    level 3     c0 c1 c2 c3     pool 6..9    never forwarded
 
-Frontier row j of level l (the candidates of level l, forwarded to make level l + 1) is draft row (l - 1) * K + j:
-logical slot L + (l - 1) * K + j, rope position L + l - 1, ancestor bit (l - 1) * K + j.
+Frontier row j of level l is draft row (l - 1) * K + j: logical slot L + (l - 1) * K + j, rope position L + l - 1,
+ancestor bit (l - 1) * K + j. Its K children are K neighbours in the pool, in the order of its children.
 """
 
 from __future__ import annotations
@@ -17,15 +17,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_CHUNK = 64  # scores compared at once by stable_topk
+
 
 @dataclass(frozen=True)
 class CandidatePool:
-    """Every candidate so far, M = K + (levels - 1) * K * K of them, in the order of their making."""
+    """Every candidate so far, in the order of their making: M = K + (levels - 1) * K * K. Level by level."""
 
-    token_ids: Tensor  # [B, M] int64, target vocabulary
-    scores: Tensor  # [B, M] float32: cumulative; never above the parent's. NaN or -inf: not a candidate
-    parents: Tensor  # [B, M] int64: pool index of the parent, -1 = the root
-    topk: int  # K
+    token_ids: tuple[Tensor, ...]  # [B, K], then [B, K * K] a level; int64, target vocabulary
+    scores: tuple[Tensor, ...]  # as token_ids, float32: cumulative, never above the parent's. NaN, -inf: no candidate
+    frontiers: tuple[Tensor, ...]  # [B, K] int64 for every level but the first: pool indices of the parents
+
+    @property
+    def topk(self) -> int:
+        """K."""
+        return self.token_ids[0].shape[1]
+
+    @property
+    def num_levels(self) -> int:
+        """Levels made so far."""
+        return len(self.token_ids)
+
+    @property
+    def size(self) -> int:
+        """M."""
+        return self.topk + (self.num_levels - 1) * self.topk**2
 
 
 @dataclass(frozen=True)
@@ -47,21 +63,25 @@ def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best of the last dimension by (score descending, index ascending): values float32, indices int64.
 
     The same on every device, which `torch.topk` is not when scores tie. NaN counts as -inf, -0.0 as 0.0.
-    scores: float32 [..., n], n < 2^31, k <= n.
+    scores: float32 [..., n], 1 <= k <= n.
 
-    Each score and its index become one integer, so that no two are equal:
-
-        63 ............ 32 | 31 ......... 0
-        score, order kept  | n - 1 - index
+    A long row is cut into chunks of 64. The k best lie in the k chunks that are first by (maximum descending, index
+    ascending): a chunk elsewhere has k elements before its best one, one in each of these. Only they are sorted.
     """
+    scores = torch.nan_to_num(scores.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     n = scores.shape[-1]
-    values = torch.nan_to_num(scores.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).add_(0.0)
-    bits = values.view(torch.int32)
-    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)  # IEEE order as integer order
-    composite = ordered.to(torch.int64).mul_(1 << 32).add_(torch.arange(n - 1, -1, -1, device=scores.device))
-    best = composite.topk(k, dim=-1).values
-    indices = (n - 1) - (best & 0xFFFFFFFF)
-    return values.gather(-1, indices), indices
+    if n <= _CHUNK * max(k, 4):
+        values, indices = scores.sort(dim=-1, descending=True, stable=True)
+        return values[..., :k], indices[..., :k]
+    if n % _CHUNK:
+        scores = torch.nn.functional.pad(scores, (0, _CHUNK - n % _CHUNK), value=-torch.inf)
+    chunks = scores.unflatten(-1, (-1, _CHUNK))
+    # In ascending order, so that position in the gathered chunks orders ties as index does.
+    best = chunks.amax(-1).sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(dim=-1).values
+    gathered = chunks.gather(-2, best[..., None].expand(*best.shape, _CHUNK)).flatten(-2)
+    values, position = gathered.sort(dim=-1, descending=True, stable=True)
+    values, position = values[..., :k], position[..., :k]
+    return values, best.gather(-1, position // _CHUNK) * _CHUNK + position % _CHUNK
 
 
 def own_bits(start: int, count: int, words: int, device: torch.device) -> Tensor:
@@ -76,30 +96,26 @@ def own_bits(start: int, count: int, words: int, device: torch.device) -> Tensor
 def first_level(token_ids: Tensor, scores: Tensor, words: int) -> tuple[CandidatePool, Frontier]:
     """Start a tree from the K candidates of level 1, which come from the last draft extension.
 
-    token_ids int64 [B, K], scores float32 [B, K] descending.
+    token_ids int64 [B, K], scores float32 [B, K] descending, as `stable_topk` gives them.
     """
     batch, topk = token_ids.shape
     index = torch.arange(topk, device=token_ids.device).expand(batch, topk)
-    pool = CandidatePool(token_ids, scores, torch.full_like(token_ids, -1), topk)
     bits = own_bits(0, topk, words, token_ids.device).expand(batch, topk, words)
-    return pool, Frontier(index, token_ids, scores, bits)
+    return CandidatePool((token_ids,), (scores,), ()), Frontier(index, token_ids, scores, bits)
 
 
 def last_level(pool: CandidatePool, frontier: Frontier, child_ids: Tensor, child_logps: Tensor) -> CandidatePool:
-    """Add the K children of each frontier row to the pool: all K * K join (EAGLE-2, section 4.1).
+    """Add the K children of each frontier row to the pool: all K * K join (EAGLE-2, section 4).
 
     child_ids int64 [B, K, K], child_logps float32 [B, K, K]: the child's own log-probability.
     """
-    topk = pool.topk
     parent_scores = frontier.scores[..., None]
-    # A child never outranks its parent, whatever its log-probability was rounded to: parents are always selected.
-    scores = torch.minimum(parent_scores + child_logps, parent_scores).flatten(1)
-    parents = frontier.pool_index.repeat_interleave(topk, dim=1)
+    # A child never outranks its parent, whatever its log-probability was rounded to: so parents are always selected.
+    scores = torch.minimum(parent_scores + child_logps, parent_scores)
     return CandidatePool(
-        torch.cat((pool.token_ids, child_ids.flatten(1)), 1),
-        torch.cat((pool.scores, scores), 1),
-        torch.cat((pool.parents, parents), 1),
-        topk,
+        (*pool.token_ids, child_ids.flatten(1)),
+        (*pool.scores, scores.flatten(1)),
+        (*pool.frontiers, frontier.pool_index),
     )
 
 
@@ -111,12 +127,11 @@ def next_level(
     child_ids int64 [B, K, K], child_logps float32 [B, K, K]. Also returns parent_rows int64 [B, K]: which of the K
     forwarded rows each new frontier row descends from, and so whose recycled hidden state it takes.
     """
-    topk = pool.topk
-    start = pool.token_ids.shape[1]
+    topk, words = pool.topk, frontier.ancestor_bits.shape[-1]
     grown = last_level(pool, frontier, child_ids, child_logps)
-    scores, best = stable_topk(grown.scores[:, start:], topk)
+    scores, best = stable_topk(grown.scores[-1], topk)
     parent_rows = best // topk
-    words = frontier.ancestor_bits.shape[-1]
     bits = frontier.ancestor_bits.gather(1, parent_rows[..., None].expand(-1, -1, words))
     bits = bits | own_bits((level - 1) * topk, topk, words, best.device)
-    return grown, Frontier(best + start, child_ids.flatten(1).gather(1, best), scores, bits), parent_rows
+    token_ids = grown.token_ids[-1].gather(1, best)
+    return grown, Frontier(best + pool.size, token_ids, scores, bits), parent_rows

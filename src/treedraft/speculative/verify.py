@@ -11,29 +11,23 @@ from treedraft.types import Accepted, DraftTree
 def walk(tree: DraftTree, sampled: Tensor, max_path: int) -> Accepted:
     """Descend from the root while a child carries the token that the target sampled at its parent.
 
-    sampled int64 [B, N]: the target's token at every node, never negative. max_path P <= N: columns of the result;
+    sampled int64 [B, N]: the target's token at every node, in 0 .. 2^31 - 1. max_path P <= N: columns of the result;
     the walk emits at most P tokens, bonus included. Where siblings carry the same token, the lowest column is taken.
-
-    A node is on the path if it and all its ancestors carry their parents' sampled tokens; at most one a depth.
     """
     num_nodes = sampled.shape[1]
     nodes = torch.arange(num_nodes, device=sampled.device)
-    parents = tree.parents.clamp(min=0)
-    same_token = tree.token_ids[:, :, None] == tree.token_ids[:, None, :]
-    same_parent = tree.parents[:, :, None] == tree.parents[:, None, :]
-    is_repeat = (same_token & same_parent).tril_(-1).any(-1)
-    carries = (tree.token_ids == sampled.gather(1, parents)) & ~is_repeat & (tree.depths < max_path)
-    on_path = carries | (nodes == 0)
-    jump = parents
-    for _ in range((max_path - 1).bit_length()):
-        on_path = on_path & on_path.gather(1, jump)
-        jump = jump.gather(1, jump)
-    num_accepted = on_path.sum(1) - 1
-    steps = torch.arange(max_path + 1, device=sampled.device)
-    # Off-path nodes are written to a spare last column.
-    columns = steps.repeat(sampled.shape[0], 1)
-    columns.scatter_(1, torch.where(on_path, tree.depths, max_path), nodes.expand_as(on_path))
-    columns = columns[:, :max_path]
+    # A node and a wish are the same integer when the node is a child of the wisher and carries the token wished for.
+    is_child = (tree.parents * (1 << 32) + tree.token_ids)[:, None, :] == (nodes * (1 << 32) + sampled)[:, :, None]
+    found, child = is_child.max(-1)  # the first child, where there are several
+    step = torch.where(found, child, nodes)  # where the walk goes on; a node without such a child stays
+    node = torch.zeros_like(sampled[:, :1])
+    path = [node]
+    for _ in range(max_path - 1):
+        node = step.gather(1, node)
+        path.append(node)
+    columns = torch.cat(path, 1)
+    num_accepted = (columns[:, 1:] != columns[:, :-1]).sum(1)
     # The token sampled at a node of the path is the next node's token, and at the last node the bonus token.
-    token_ids = torch.where(steps[:max_path] <= num_accepted[:, None], sampled.gather(1, columns), -1)
-    return Accepted(num_accepted=num_accepted, columns=columns, token_ids=token_ids)
+    on_path = nodes[:max_path] <= num_accepted[:, None]
+    token_ids = torch.where(on_path, sampled.gather(1, columns), -1)
+    return Accepted(num_accepted, torch.where(on_path, columns, nodes[:max_path]), token_ids)
