@@ -72,7 +72,8 @@ def process(logits: Tensor, rows: SamplingRows, paths: Tensor, depths: Tensor, k
 
     top-k keeps the k most likely tokens; top-p the smallest set of most likely tokens whose mass reaches top_p of what
     top-k left. Both order tokens by z - max z as it rounds in the dtype of z, and equal ones by id. A token's mass is
-    fixed-point, floor(exp(z - max z) * 2^32), so that no order of summation matters. min-p keeps z - max z >= log min_p.
+    fixed-point, floor(exp(z - max z) * 2^32), so that no order of summation matters. min-p keeps the tokens with
+    z - max z >= log(min_p). None of them ever drops the most likely token.
     """
     z = logits
     if "penalties" in rows.stages:
@@ -91,9 +92,9 @@ def process(logits: Tensor, rows: SamplingRows, paths: Tensor, depths: Tensor, k
 
 def _penalize(logits: Tensor, paths: Tensor, rows: SamplingRows) -> Tensor:
     """Apply the penalties of the rows' counts to every node, then set right the few tokens on each node's path."""
-    repetition = rows.repetition_penalty[:, None, None]
-    frequency = rows.frequency_penalty[:, None, None]
-    presence = rows.presence_penalty[:, None, None]
+    repetition = rows.repetition_penalty.to(logits.dtype)[:, None, None]
+    frequency = rows.frequency_penalty.to(logits.dtype)[:, None, None]
+    presence = rows.presence_penalty.to(logits.dtype)[:, None, None]
 
     def penalized(x: Tensor, counts: Tensor, seen: Tensor) -> Tensor:
         factor = torch.where(seen, repetition, 1.0)
@@ -139,7 +140,7 @@ def _keep(z: Tensor, rows: SamplingRows, filters: frozenset[str]) -> Tensor:
         target = (mass.sum(-1, keepdim=True) * top_p.double()).ceil_().to(torch.int64)
         keep = keep & (_first_until(below_max, mass, target) | (top_p >= 1))
     if "min_p" in filters:
-        keep = keep & (below_max >= rows.min_p.log()[:, None, None])
+        keep = keep & (below_max >= rows.min_p.to(z.dtype).log()[:, None, None])
     return keep
 
 
