@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # A token's colour says at which depth of the tree it was accepted; the bonus token is plain.
 DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta", "red", "yellow")
 
-SHOWN = (("story", 0.0), ("kid", 0.8), ("code", 0.0))  # domain, temperature
+SHOWN = (("story", 0, 0.8), ("kid", 0, 0.8), ("code", 18, 0.0))  # domain, which of its prompts, temperature
 
 
 @takes_groups
@@ -48,16 +48,16 @@ def demo(
     console.print(legend.append("; plain: the target's own token\n"))
 
     lines = read_prompts("demo")
-    first = {domain: next(line.prompt for line in lines if line.domain == domain) for domain, _ in SHOWN}
+    of_domain = {domain: [line.prompt for line in lines if line.domain == domain] for domain, _, _ in SHOWN}
     rounds: list[RoundTrace] = []
-    for domain, temperature in SHOWN:
+    for domain, index, temperature in SHOWN:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         console.rule(f"{domain}, temperature {temperature:g}", align="left", style="dim")
-        rounds += _stream(console, speculative, str(first[domain]), params)
+        rounds += _stream(console, speculative, str(of_domain[domain][index]), params)
     _print_depths(console, rounds)
 
     # Timed without tracing, the two engines in turn.
-    prompts = [line.prompt for domain, _ in SHOWN for line in [x for x in lines if x.domain == domain][1:3]]
+    prompts = [prompt for domain, _, _ in SHOWN for prompt in of_domain[domain][1:3]]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     seconds: dict[str, list[float]] = {"plain": [], "speculative": []}
     results: dict[str, list[RequestOutput]] = {}

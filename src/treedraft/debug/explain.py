@@ -68,20 +68,29 @@ def render_tree(trace: RoundTrace, decode: Decode) -> Tree:
 
 _COLUMN, _ROW, _BOX_HEIGHT, _CHAR, _MARGIN = 168, 40, 28, 7.3, 20
 
+# Plain classes, no CSS variables: more programs draw them. Without a media query the colours are the light ones.
 _STYLE = """
-  svg { --page: #ffffff; --ink: #1f2328; --soft: #656d76; --line: #c4cad1; --box: #f3f5f7;
-        --good: #1a7f37; --good-box: #dafbe1; --bonus: #8250df; --bonus-box: #fbefff; }
+  text { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #1f2328; }
+  text.title { font-weight: 600; font-size: 13px; }
+  text.soft { fill: #656d76; font-size: 11px; }
+  rect.page { fill: #ffffff; }
+  rect.node { fill: #f3f5f7; stroke: #c4cad1; }
+  path { fill: none; stroke: #c4cad1; stroke-width: 1.5; }
+  .accepted rect.node { fill: #dafbe1; stroke: #1a7f37; stroke-width: 1.8; }
+  .bonus rect.node { fill: #fbefff; stroke: #8250df; stroke-width: 1.8; }
+  path.accepted { stroke: #1a7f37; stroke-width: 2.5; }
+  path.bonus { stroke: #8250df; stroke-width: 2.5; stroke-dasharray: 4 3; }
   @media (prefers-color-scheme: dark) {
-    svg { --page: #0d1117; --ink: #e6edf3; --soft: #8d96a0; --line: #3d444d; --box: #1b222b;
-          --good: #3fb950; --good-box: #12261e; --bonus: #bc8cff; --bonus-box: #261a3a; } }
-  text { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: var(--ink); }
-  .title { font-weight: 600; font-size: 13px; } .soft { fill: var(--soft); font-size: 11px; }
-  rect.page { fill: var(--page); } rect.node { fill: var(--box); stroke: var(--line); }
-  path { fill: none; stroke: var(--line); stroke-width: 1.5; }
-  .accepted rect.node { fill: var(--good-box); stroke: var(--good); stroke-width: 1.8; }
-  .bonus rect.node { fill: var(--bonus-box); stroke: var(--bonus); stroke-width: 1.8; }
-  path.accepted { stroke: var(--good); stroke-width: 2.5; }
-  path.bonus { stroke: var(--bonus); stroke-width: 2.5; stroke-dasharray: 4 3; }
+    text { fill: #e6edf3; }
+    text.soft { fill: #8d96a0; }
+    rect.page { fill: #0d1117; }
+    rect.node { fill: #1b222b; stroke: #3d444d; }
+    path { stroke: #3d444d; }
+    .accepted rect.node { fill: #12261e; stroke: #3fb950; }
+    .bonus rect.node { fill: #261a3a; stroke: #bc8cff; }
+    path.accepted { stroke: #3fb950; }
+    path.bonus { stroke: #bc8cff; }
+  }
 """
 
 
