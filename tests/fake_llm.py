@@ -19,7 +19,8 @@ class FakeLLM:
 
     built: list[dict[str, Any]] = []  # the arguments of every construction
 
-    def __init__(self, wrong_at: int | None = None, **arguments: Any):
+    def __init__(self, model: str = "demo", wrong_at: int | None = None, **arguments: Any):
+        arguments = {"model": model, **arguments}
         FakeLLM.built.append(arguments)
         self.wrong_at = wrong_at
         self.speculative = arguments.get("speculative")
