@@ -151,6 +151,26 @@ def test_prefill_in_two_chunks_equals_one_for_every_split(page_size):
         torch.testing.assert_close(head[split:], expected, **EXACT)
 
 
+def test_attends_of_several_layers_and_chunks_read_their_own_layer_and_sequence():
+    """Two layers with different numbers; two sequences, each with a cached prefix, in one prefill and in one tree."""
+    table, pool = page_rows(2, 5, seed=23), poisoned_pool(3, layers=2)
+    layers = [[random_rows(14, seed=24 + 2 * layer + b) for b in range(2)] for layer in range(2)]
+    attends = [
+        prefill(pool, table, [(0, 4), (0, 2)], 3),
+        prefill(pool, table, [(4, 6), (2, 5)], 3),
+        tree_attend(pool, table, [10, 7], causal(4), 3),
+    ]
+    cuts = [(0, 0), (4, 2), (10, 7), (14, 11)]
+    for attend, starts, ends in zip(attends, cuts, cuts[1:]):
+        for layer, rows in enumerate(layers):
+            chunks = [r.take(slice(starts[b], ends[b])) for b, r in enumerate(rows)]
+            out = (batch_of if attend.is_static else joined)(*chunks).run(attend, layer)
+            for b, part in enumerate(out if attend.is_static else out.split([len(c.latent) for c in chunks])):
+                own = rows[b].with_weight(rows[0].kv_b)
+                expected = attend_in_loops(own.take(slice(0, ends[b])), causal(ends[b]))
+                torch.testing.assert_close(part, expected[starts[b] :], **EXACT)
+
+
 def test_prefill_bfloat16_stays_bfloat16():
     pool = poisoned_pool(4, dtype=torch.bfloat16)
     rows = random_rows(9, seed=5, dtype=torch.bfloat16)
