@@ -66,7 +66,7 @@ class FakeLLM:
             num_rounds=num_rounds,
             num_generated_tokens=num_tokens,
             accept_length=(num_tokens - params.n) / num_rounds if num_rounds else math.nan,
-            accepted_per_depth=(1.0, 0.5) if self.speculative else (),
+            accepted_per_depth=(1.0, 0.5)[: 1 + len(prompt_ids) % 2] if self.speculative else (),
             elapsed_s=0.5,
             tokens_per_s=num_tokens / 0.5,
         )

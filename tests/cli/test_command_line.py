@@ -273,8 +273,8 @@ def test_bench_latency_writes_a_result_with_its_circumstances(tmp_path) -> None:
     data = json.loads(file.read_text())
     assert {"benchmark", "commit", "date", "machine", "versions", "settings", "rows"} <= set(data)
     assert [(r["engine"], r["batch"]) for r in data["rows"]] == [
-        *[("treedraft", 1), ("treedraft, tree speculation", 1)],
-        *[("treedraft", 4), ("treedraft, tree speculation", 4)],
+        *[("treedraft", 1), ("treedraft, tree", 1)],
+        *[("treedraft", 4), ("treedraft, tree", 4)],
     ]
     assert data["rows"][1]["same_tokens"] == 1.0
 

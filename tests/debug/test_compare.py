@@ -42,7 +42,7 @@ def check(params: SamplingParams, **fake):
 def test_run_check_equal() -> None:
     report = check(SamplingParams(max_tokens=10, temperature=0.0))
     assert (report.verdict, report.num_tokens, report.num_rounds, report.accept_length) == ("equal", 20, 6, 3.0)
-    assert report.accepted_per_depth == (1.0, 0.5)
+    assert report.accepted_per_depth == (1.0, 0.25)  # half of the rounds of one text, none of the other's
 
 
 def test_run_check_lists_a_difference_of_every_choice() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from treedraft.cli.prompts import PromptLine
     from treedraft.config import SpeculativeConfig
 
-PLAIN, SPECULATIVE = "treedraft", "treedraft, tree speculation"
+PLAIN, SPECULATIVE = "treedraft", "treedraft, tree"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class OurEngine:
 class Transformers:
     """transformers' generate on the same checkpoint, device and dtype."""
 
-    name = "transformers generate"
+    name = "transformers"
 
     def __init__(self, folder: str, device: str, dtype: str):
         import torch
@@ -120,7 +120,7 @@ class LatencyResult:
         """The result as a table."""
         table = Table(box=None)
         for i, name in enumerate(
-            ("engine", "batch", "tokens/s", "over transformers", "over no speculation", "tokens a round", "same tokens")
+            ("engine", "batch", "tokens/s", "vs transformers", "vs no tree", "tokens a round", "same tokens")
         ):
             table.add_column(name, justify="left" if i == 0 else "right")
         for row in self.rows:

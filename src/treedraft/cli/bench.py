@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from treedraft.cli.console import make_console
 from treedraft.cli.options import EngineOptions, TreeOptions, takes_groups
 from treedraft.cli.prompts import read_prompts
 from treedraft.config import SpeculativeConfig
@@ -49,7 +49,7 @@ def latency(
         repetitions=repetitions,
         compare=tuple(compare or ()),
     )
-    console = Console(highlight=False)
+    console = make_console()
     prompts = read_prompts(prompts_file)
     result = run_latency(
         engine, tree.as_config(), prompts, settings, note=lambda text: console.print(text, style="dim")
@@ -87,7 +87,7 @@ def acceptance(
 
     if noise not in ("on", "off", "both"):
         raise ConfigError(f"--noise must be on, off or both; got {noise!r}")
-    console = Console(highlight=False)
+    console = make_console()
     result = run_acceptance(
         engine,
         heads=tuple(head) if head else (engine.draft,),

@@ -6,8 +6,8 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from treedraft.cli.console import make_console
 from treedraft.cli.options import EngineOptions, SamplingOptions, TreeOptions, takes_groups
 from treedraft.cli.prompts import collect_prompts
 
@@ -43,6 +43,6 @@ def check(
     if as_json:
         typer.echo(json.dumps(report.as_json(), ensure_ascii=False, indent=1))
     else:
-        Console(highlight=False).print(report.render())
+        make_console().print(report.render())
     if report.differences:
         raise typer.Exit(1)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from treedraft.cli.console import make_console
 from treedraft.cli.options import EngineOptions, TreeOptions, takes_groups
 from treedraft.cli.prompts import read_prompts
 from treedraft.types import SamplingParams
@@ -34,7 +35,7 @@ def demo(
     tree: TreeOptions = TreeOptions(),
 ) -> None:
     """Generate real text through tree speculation, with its acceptance, and its speed beside no speculation."""
-    console = Console(highlight=False)
+    console = make_console()
     started = time.perf_counter()
     speculative = engine.load(tree.as_config())
     plain = engine.load(None)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from treedraft.cli.console import make_console
 from treedraft.cli.options import EngineOptions, SamplingOptions, TreeOptions, takes_groups
 from treedraft.cli.prompts import parse_token_ids
 from treedraft.errors import RequestError
@@ -44,7 +44,7 @@ def explain(
     def decode(token_id: int) -> str:
         return str(token_id) if llm.tokenizer is None else llm.tokenizer.decode([token_id])
 
-    console = Console(highlight=False)
+    console = make_console()
     for number, each in enumerate(rounds, start=1):
         emitted = list(each.emitted_token_ids)
         text = str(emitted) if llm.tokenizer is None else repr(llm.tokenizer.decode(emitted))

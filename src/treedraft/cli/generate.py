@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from treedraft.bench.results import json_safe
+from treedraft.cli.console import make_console
 from treedraft.cli.options import EngineOptions, SamplingOptions, TreeOptions, takes_groups
 from treedraft.cli.prompts import collect_prompts
 
@@ -46,7 +47,7 @@ def generate(
     given = collect_prompts(prompts, prompts_file, token_ids)
     llm = engine.load(speculative)
     outputs = llm.generate(given, params, progress=not as_json)
-    console = Console(highlight=False)
+    console = make_console()
     for output in outputs:
         if as_json:
             for record in as_records(output):

@@ -183,7 +183,7 @@ def _report(
     num_rounds = sum(o.metrics.num_rounds for o in speculated)
     depths = max((len(o.metrics.accepted_per_depth) for o in speculated), default=0)
     accepted = [
-        sum(o.metrics.accepted_per_depth[d] * o.metrics.num_rounds for o in speculated if o.metrics.num_rounds)
+        sum(m.accepted_per_depth[d] * m.num_rounds for o in speculated if d < len((m := o.metrics).accepted_per_depth))
         for d in range(depths)
     ]
     by_rounds = sum(o.metrics.accept_length * o.metrics.num_rounds for o in speculated if o.metrics.num_rounds)
