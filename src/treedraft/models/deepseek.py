@@ -70,20 +70,20 @@ class DeepseekModel(nn.Module):
         return F.embedding(token_ids, self.embedding)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: tuple[int, ...] = ()) -> ModelOutput:
-        """Run every layer. token_ids, positions: [...] int64; taps: layers whose input is wanted, ascending.
+        """Run every layer. token_ids, positions: [...] int64; taps: layers whose input is wanted.
 
         Tap i is the residual stream that enters layer i; tap num_hidden_layers is what enters the final norm.
         """
         x = self.embed(token_ids)
         table = self.rope(positions)
-        tapped = []
+        states: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in taps:
-                tapped.append(x)
+                states[index] = x
             x = layer(x, self.rope, table, attend)
         if len(self.layers) in taps:
-            tapped.append(x)
-        features = torch.cat(tapped, -1) if tapped else x[..., :0]
+            states[len(self.layers)] = x
+        features = torch.cat([states[tap] for tap in taps], -1) if taps else x[..., :0]
         return ModelOutput(hidden=self.norm(x), features=features)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) ->
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in at least float32: bfloat16 logits would tie. x: [..., H], weight: [V, H]."""
-    if x.dtype in (torch.float32, torch.float64):
-        return at_least_float32(F.linear(x, weight))  # under autocast the product may come out narrower
+    if torch.is_autocast_enabled(x.device.type) or x.dtype in (torch.float32, torch.float64):
+        return at_least_float32(F.linear(x, weight))
     if x.is_cuda:
         return torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
     return F.linear(x.float(), weight.float())
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.shape, self.weight.to(x.dtype), self.eps)
 
     def checkpoint(self, prefix: str) -> NamedViews:
         yield f"{prefix}.weight", self.weight.detach()

@@ -136,7 +136,7 @@ def resolve_folder(name: str, kind: str = "model") -> Path:
             raise CheckpointError(f"the demo {kind} is not installed: {folder} holds no config.json")
         return folder
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name:
         raise CheckpointError(f"{kind} {name!r}: no such folder")

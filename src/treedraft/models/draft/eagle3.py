@@ -59,7 +59,7 @@ class Eagle3Config:
     intermediate_size: int
     vocab_size: int
     draft_vocab_size: int
-    taps: tuple[int, ...]  # target layers whose input the head reads, ascending
+    taps: tuple[int, ...]  # target layers whose input the head reads, in this order
     mla: MlaConfig
     rms_norm_eps: float
     norm_output: bool  # recycle the state after the final norm instead of before
@@ -254,9 +254,9 @@ def _taps(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     require(eagle, "use_aux_hidden_state", True, True)
     given = eagle.get("eagle_aux_hidden_state_layer_ids", fields.get("eagle_aux_hidden_state_layer_ids"))
     taps = tuple(given) if given else (2, num_layers // 2, num_layers - 3)
-    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
+    if not all(isinstance(tap, int) and 0 <= tap <= num_layers for tap in taps):
         raise ConfigError(
-            f"eagle_aux_hidden_state_layer_ids must be ascending layers in 0..{num_layers} (the input of layer i, "
+            f"eagle_aux_hidden_state_layer_ids must be layers in 0..{num_layers} (the input of layer i, "
             f"{num_layers} being what enters the final norm); got {list(taps)}"
         )
     return taps
