@@ -1,4 +1,4 @@
-"""Drafters made for tests: one that is always right, and one that is always wrong in a chosen way."""
+"""A drafter made for tests: the target itself."""
 
 import torch
 
@@ -14,6 +14,8 @@ from treedraft.types import TreeRows
 
 class PerfectDrafter:
     """The target itself as the draft head: its best child is always the target's token (greedy, or plain sampling).
+
+    Scores are sharpened until the best child has probability 1 nearly, so that no tree leaves it out.
 
     The root and the tree's nodes go through the target into the sequence's next slots, which the verification
     overwrites: root at kv_len, row r of the draft at kv_len + 1 + r.
@@ -61,7 +63,8 @@ class PerfectDrafter:
         positions = (batch.kv_lens[:, None] + level - 1).expand(-1, count)
         hidden = self.target.model(token_ids, positions, attend).hidden
         at_level = None if noise is None else noise[:, level - 1]
-        return stable_topk(draft_scores(self.target.model.logits(hidden), rows.temperature, at_level), self.shape.topk)
+        scores = draft_scores(self.target.model.logits(hidden), rows.temperature, at_level)
+        return stable_topk((scores * 1e4).log_softmax(-1), self.shape.topk)
 
 
 def use_perfect_drafter(llm):
