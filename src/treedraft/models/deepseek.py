@@ -94,6 +94,7 @@ class DeepseekModel(nn.Module):
         """Yield (name in the checkpoint, view of the parameter) for every tensor that the checkpoint must hold."""
         yield f"{prefix}model.embed_tokens.weight", self.embedding.detach()
         for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
             yield from layer.checkpoint(f"{prefix}model.layers.{index}")
         yield from self.norm.checkpoint(f"{prefix}model.norm")
         if not self.config.tie_word_embeddings:

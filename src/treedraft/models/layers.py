@@ -1,7 +1,8 @@
 """Layers that every model shares. Modules accept any leading shape: [..., H] in, [..., H] out.
 
 `checkpoint(prefix)` of a module yields (name in a Hugging Face checkpoint, view of the parameter that it fills):
-loading copies into the views, saving reads them, so fused parameters need no conversion step.
+loading copies into the views, saving reads them, so fused parameters need no conversion step. A view of three
+dimensions [a, b, c] is stored as the matrix [a * b, c].
 """
 
 from __future__ import annotations

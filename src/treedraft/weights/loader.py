@@ -106,7 +106,7 @@ def save_checkpoint(
     groups: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, view in views:
-        tensor = view.detach().to("cpu", _stored_dtype(name, view, dtype)).contiguous()
+        tensor = view.detach().to("cpu", _stored_dtype(name, view, dtype)).reshape(stored_shape(view)).contiguous()
         if groups[-1] and size + tensor.nbytes > shard_bytes:
             groups.append({})
             size = 0
@@ -122,6 +122,11 @@ def save_checkpoint(
         weight_map = {name: file for file, group in zip(files, groups, strict=True) for name in group}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     _write_json(folder / "config.json", config)
+
+
+def stored_shape(view: Tensor) -> list[int]:
+    """Return the shape in the checkpoint: a view of three dimensions is stored as a matrix of its rows."""
+    return [view.shape[0] * view.shape[1], view.shape[2]] if view.dim() == 3 else list(view.shape)
 
 
 def resolve_folder(name: str, kind: str = "model") -> Path:
@@ -175,12 +180,13 @@ def _get(tensors: Any, name: str, path: Path) -> Tensor:
 
 
 def _fill(view: Tensor, tensor: Tensor, name: str) -> None:
-    if tensor.shape != view.shape:
-        raise CheckpointError(f"tensor {name} must have shape {list(view.shape)}; got {list(tensor.shape)}")
+    expected = stored_shape(view)
+    if list(tensor.shape) != expected:
+        raise CheckpointError(f"tensor {name} must have shape {expected}; got {list(tensor.shape)}")
     if (tensor.dtype in FLOATS) != (view.dtype in FLOATS) or (view.dtype == torch.bool) != (tensor.dtype == torch.bool):
         raise CheckpointError(f"tensor {name} must hold {_kind(view)}; got {tensor.dtype}")
     with torch.no_grad():
-        view.copy_(tensor)
+        view.copy_(tensor.view(view.shape))
 
 
 def _kind(view: Tensor) -> str:
