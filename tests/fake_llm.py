@@ -27,6 +27,7 @@ class FakeLLM:
         self.config = SimpleNamespace(**{**arguments, "device": "cpu", "dtype": "float32"})
         self.notes = ("a fake",)
         self.tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+        self.runner = SimpleNamespace(observer=None)
         self._next_id = 0
 
     def encode(self, text: str) -> list[int]:
@@ -43,10 +44,10 @@ class FakeLLM:
         prompts: list[str | list[int]],
         params: SamplingParams | list[SamplingParams],
         progress: bool = True,
-        trace: list[RoundTrace] | None = None,
     ) -> list[RequestOutput]:
         if "" in prompts:
             raise RequestError("prompt 0: the prompt is empty; at least one token is needed")
+        trace = self.runner.observer.trace if self.runner.observer else None
         many = params if isinstance(params, list) else [params] * len(prompts)
         return [self._one(prompt, one, trace) for prompt, one in zip(prompts, many, strict=True)]
 

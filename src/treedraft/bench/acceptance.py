@@ -13,7 +13,7 @@ from rich.table import Table
 
 from treedraft.bench.results import json_safe
 from treedraft.config import SpeculativeConfig
-from treedraft.debug.trace import RoundTrace, live_rounds
+from treedraft.debug.trace import RoundTrace, live_rounds, recording
 from treedraft.errors import InvariantError
 from treedraft.types import SamplingParams
 
@@ -130,7 +130,8 @@ def run_acceptance(
                         continue
                     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
                     rounds: list[RoundTrace] = []
-                    outputs = llm.generate([p.prompt for p in chosen], params, progress=False, trace=rounds)
+                    with recording(llm, rounds):
+                        outputs = llm.generate([p.prompt for p in chosen], params, progress=False)
                     found = [
                         measure_prompt(line.domain, output, mine)
                         for line, output, mine in zip(chosen, outputs, by_request(rounds, num_before, len(chosen)))

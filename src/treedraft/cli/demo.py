@@ -78,7 +78,7 @@ def _style(depth: int) -> str:
 
 def _stream(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> list[RoundTrace]:
     """Print a text while it is generated; returns its rounds."""
-    from treedraft.debug.trace import LiveTrace
+    from treedraft.debug.trace import LiveTrace, recording
 
     console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
     pending: list[int] = []
@@ -97,7 +97,8 @@ def _stream(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> 
             show(token_id, depth)
 
     rounds = LiveTrace(on_round)
-    [output] = llm.generate([prompt], params, progress=False, trace=rounds)
+    with recording(llm, rounds):
+        [output] = llm.generate([prompt], params, progress=False)
     metrics = output.metrics
     console.print(
         f"\n[{metrics.num_generated_tokens} tokens in {metrics.num_rounds} rounds: "

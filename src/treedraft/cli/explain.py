@@ -28,12 +28,13 @@ def explain(
 ) -> None:
     """Show a round's tree: the drafted tokens, the draft's probabilities, and the path that the target accepted."""
     from treedraft.debug.explain import as_svg, describe_round, render_tree
-    from treedraft.debug.trace import live_rounds
+    from treedraft.debug.trace import live_rounds, recording
 
     params = sampling.as_params()
     llm = engine.load(tree.as_config())
     traced: list[RoundTrace] = []
-    [output] = llm.generate([parse_token_ids(prompt) if token_ids else prompt], params, progress=False, trace=traced)
+    with recording(llm, traced):
+        [output] = llm.generate([parse_token_ids(prompt) if token_ids else prompt], params, progress=False)
     first = [each for each in traced if each.request_id == traced[0].request_id]  # of several choices, one
     rounds = live_rounds(first, output.prompt_token_ids, output.outputs[0].token_ids)
     if round_number > len(rounds):

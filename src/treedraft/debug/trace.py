@@ -1,16 +1,16 @@
-"""One round of speculation as host values, for looking at: `llm.generate(..., trace=rounds)` appends these."""
+"""One round of speculation as host values, for looking at: `with recording(llm, rounds): llm.generate(...)`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from treedraft.runner.batch import DecodeBatch
     from treedraft.runner.round import RoundTensors
-    from treedraft.runner.runner import RoundObserver
     from treedraft.types import DecodeRow
 
 
@@ -76,10 +76,23 @@ class LiveTrace(list[RoundTrace]):
             self.append(item)
 
 
-def record_into(trace: list[RoundTrace]) -> RoundObserver:
+@contextmanager
+def recording(llm: Any, trace: list[RoundTrace]) -> Iterator[list[RoundTrace]]:
+    """Append every round that `llm` runs inside to `trace`. Each round then syncs."""
+    llm.runner.observer = Recorder(trace)
+    try:
+        yield trace
+    finally:
+        llm.runner.observer = None
+
+
+@dataclass(frozen=True)
+class Recorder:
     """An observer for the runner that appends every sequence's round to `trace`. Syncs."""
 
-    def observe(rows: tuple[DecodeRow, ...], batch: DecodeBatch, result: RoundTensors) -> None:
+    trace: list[RoundTrace]
+
+    def __call__(self, rows: tuple[DecodeRow, ...], batch: DecodeBatch, result: RoundTensors) -> None:
         kv_lens = batch.kv_lens.tolist()
         tree, accepted = result.tree, result.accepted
         columns = (tree.token_ids, tree.parents, tree.depths, tree.scores, result.sampled)
@@ -89,7 +102,7 @@ def record_into(trace: list[RoundTrace]) -> RoundObserver:
         )
         for b, row in enumerate(rows):
             length = num_accepted[b] + 1
-            trace.append(
+            self.trace.append(
                 RoundTrace(
                     slot=row.slot,
                     request_id=row.request_id,
@@ -104,8 +117,6 @@ def record_into(trace: list[RoundTrace]) -> RoundObserver:
                     emitted_token_ids=tuple(emitted[b][:length]),
                 )
             )
-
-    return observe
 
 
 def _draft_probs(token_ids: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> tuple[float, ...]:
