@@ -36,6 +36,7 @@ def test_stable_topk_ties_and_nan_equals_sorting(n: int, k: int) -> None:
             TIES[torch.randint(len(TIES), (n,), generator=generator)],
             torch.where(torch.rand(n, generator=generator) < 0.99, -math.inf, 1.0),
             torch.randn(n, generator=generator) * 1e30,
+            torch.where(torch.arange(n) == n * 3 // 4, 2.0, 1.0),  # the best is far behind the ties for second place
         ]
     )
     values, indices = tree.stable_topk(rows, k)

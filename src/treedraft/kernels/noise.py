@@ -1,5 +1,8 @@
 """Gumbel noise in one kernel: the twin of `treedraft.speculative.noise.gumbel`, bit for bit."""
 
+# mypy: disable-error-code="no-untyped-def"
+# (Triton reads the annotations of a kernel: tl.constexpr or none.)
+
 from __future__ import annotations
 
 import torch

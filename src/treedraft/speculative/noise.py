@@ -133,7 +133,8 @@ def log_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     a math library's would differ from machine to machine.
     """
     size = 1 << LOG_CELL_BITS
-    inverses, logs = [], []
+    inverses: list[float] = []
+    logs: list[float] = []
     with localcontext() as context:
         context.prec = 40
         log_2 = Decimal(2).ln()
