@@ -248,11 +248,10 @@ def test_demo_head_agrees_with_its_target_about_as_often_as_when_it_was_trained(
 def test_head_gradients_reach_every_parameter_and_no_target_table() -> None:
     from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, target_tables
 
-    target = make_target()
+    target = make_target().float()
     config = Eagle3Config.from_hf(HEAD, target.config, frozenset())
     head = Eagle3MlaHead(config, target_tables(target), 64, torch.float32)
     init_weights(head, 0)
-    head.shared = head.shared._replace(embedding=target.embedding.float(), lm_head=target.head.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = head.fuse(torch.randn(2, 6, 72))
         for step in range(3):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treedraft.models.config import ModelConfig
-from treedraft.models.layers import MLP, NamedViews, RMSNorm, empty_weight, linear_float32
+from treedraft.models.layers import MLP, NamedViews, RMSNorm, VocabWeight, empty_weight
 from treedraft.models.mla import MLA, Attend
 from treedraft.models.moe import MoE
 from treedraft.models.rope import Rope
@@ -64,6 +64,7 @@ class DeepseekModel(nn.Module):
             if config.tie_word_embeddings
             else empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         )
+        self.vocab = VocabWeight(self.head)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings, [...] int64 -> [..., H]."""
@@ -88,7 +89,7 @@ class DeepseekModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., H] -> [..., V] in at least float32."""
-        return linear_float32(hidden, self.head)
+        return self.vocab.logits(hidden)
 
     def checkpoint(self, prefix: str = "") -> NamedViews:
         """Yield (name in the checkpoint, view of the parameter) for every tensor that the checkpoint must hold."""

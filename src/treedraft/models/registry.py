@@ -42,4 +42,5 @@ def load_model(
     size = max_positions if isinstance(max_positions, int) else max_positions(config.max_position_embeddings)
     model = model_class(config.architecture)(config, size, dtype, device)
     load_weights(model.checkpoint(), folder, model.is_skipped, model.aliases())
+    model.vocab.pack()
     return model.requires_grad_(False).eval(), config

@@ -35,7 +35,7 @@ from treedraft.models.config import (
     rope_config,
 )
 from treedraft.models.deepseek import DeepseekModel
-from treedraft.models.layers import MLP, NamedViews, RMSNorm, empty_weight, linear_float32
+from treedraft.models.layers import MLP, NamedViews, RMSNorm, VocabWeight, empty_weight
 from treedraft.models.mla import MLA, Attend
 from treedraft.models.rope import Rope
 from treedraft.weights.loader import load_weights, read_config, shards
@@ -111,7 +111,7 @@ class TargetTables(NamedTuple):
     """What a head may share with its target; kept outside the module's parameters, so that training leaves it alone."""
 
     embedding: Tensor  # [V, H]
-    lm_head: Tensor  # [V, H]
+    vocab: VocabWeight  # [V, H]
 
 
 class Eagle3MlaHead(nn.Module):
@@ -151,6 +151,7 @@ class Eagle3MlaHead(nn.Module):
             self.own_embedding = empty_weight(config.vocab_size, size, dtype=dtype, device=device)
         if config.has_own_lm_head:
             self.own_lm_head = empty_weight(config.draft_vocab_size, size, dtype=dtype, device=device)
+        self.vocab = VocabWeight(self.own_lm_head) if config.has_own_lm_head else target.vocab
         if config.has_vocab_map:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool, device=device))
@@ -170,7 +171,7 @@ class Eagle3MlaHead(nn.Module):
 
     @property
     def lm_head(self) -> Tensor:
-        return self.own_lm_head if self.config.has_own_lm_head else self.shared.lm_head
+        return self.vocab.weight
 
     @property
     def draft_to_target(self) -> Tensor | None:
@@ -197,7 +198,7 @@ class Eagle3MlaHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., H] recycled -> [..., Vd] in at least float32."""
-        return linear_float32(hidden if self.config.norm_output else self.norm(hidden), self.lm_head)
+        return self.vocab.logits(hidden if self.config.norm_output else self.norm(hidden))
 
     def checkpoint(self, prefix: str = "") -> NamedViews:
         """Yield (name in the checkpoint, view) for every tensor that the checkpoint must hold."""
@@ -219,7 +220,7 @@ class Eagle3MlaHead(nn.Module):
 
 def target_tables(target: DeepseekModel) -> TargetTables:
     """Return the tables of a target that heads may share."""
-    return TargetTables(target.embedding, target.head)
+    return TargetTables(target.embedding, target.vocab)
 
 
 def load_head(
@@ -232,6 +233,8 @@ def load_head(
     config = Eagle3Config.from_hf(read_config(folder), target.config, frozenset(shards(folder)))
     head = Eagle3MlaHead(config, target_tables(target), target.rope.max_positions, dtype, device)
     load_weights(head.checkpoint(), folder)
+    if config.has_own_lm_head:
+        head.vocab.pack()
     _check_vocab_map(head)
     return head.requires_grad_(False).eval()
 
