@@ -74,7 +74,9 @@ class EngineConfig:
     page_size: int = 16  # tokens in a page
     max_context: int | None = None  # tokens of prompt and output together; None: the model's own limit
     max_batch: int = 8  # sequences decoded together
-    kv_memory_bytes: int | None = None  # size of the page pools; None: what max_batch sequences need, at most 1 GiB (CPU)
+    kv_memory_bytes: int | None = (
+        None  # size of the page pools; None: what max_batch sequences need, at most 1 GiB (CPU)
+    )
     mem_fraction_static: float = 0.85  # share of a GPU's memory for weights, workspaces and pools together
     speculative: SpeculativeConfig | None = SpeculativeConfig()
     max_pending: int = 0  # rounds launched before the first is read; "auto" on a GPU is 1

@@ -1,10 +1,10 @@
 """Every error treedraft raises on purpose.
 
-    TreedraftError
-    ├── RequestError     one request is at fault; the others go on (HTTP 400)
-    ├── ConfigError      the configuration cannot work; raised at start
-    ├── CheckpointError  files on disk are missing, truncated or of another shape; raised at start
-    └── InvariantError   a guarantee of our own code is broken: a bug in treedraft
+TreedraftError
+├── RequestError     one request is at fault; the others go on (HTTP 400)
+├── ConfigError      the configuration cannot work; raised at start
+├── CheckpointError  files on disk are missing, truncated or of another shape; raised at start
+└── InvariantError   a guarantee of our own code is broken: a bug in treedraft
 """
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 
@@ -83,18 +84,18 @@ class LLM:
         Every prompt is checked before the first token is generated (RequestError names the prompt's number). A request
         that fails later has finish_reason "error" and says why; the others go on.
         """
-        prompts = _as_list(prompts)
-        many = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(many) != len(prompts):
-            raise RequestError(f"as many SamplingParams as prompts are needed: {len(prompts)}; got {len(many)}")
+        every = _as_list(prompts)
+        many = [params] * len(every) if isinstance(params, SamplingParams) else list(params)
+        if len(many) != len(every):
+            raise RequestError(f"as many SamplingParams as prompts are needed: {len(every)}; got {len(many)}")
         groups = []
-        for number, (prompt, one) in enumerate(zip(prompts, many, strict=True)):
+        for number, (prompt, one) in enumerate(zip(every, many, strict=True)):
             try:
                 groups.append(self._requests(prompt, one))
             except RequestError as error:
                 raise RequestError(f"prompt {number}: {error}") from error
         self._run([r for group in groups for r in group], progress)
-        return [self._output(p, group) for p, group in zip(prompts, groups, strict=True)]
+        return [self._output(p, group) for p, group in zip(every, groups, strict=True)]
 
     def chat(
         self,
@@ -202,31 +203,16 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = list(prompts)
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # one prompt of token ids
-    return prompts
+    """One prompt (a text, or token ids) or several, as a list of prompts."""
+    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [cast(Prompt, prompts)] if is_one else list(cast(Sequence[Prompt], prompts))
 
 
-class _progress_bar:
-    """A rich progress bar over finished requests, or none."""
+@contextmanager
+def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield a function that advances a bar over `total` requests; the bar is not drawn unless `is_shown`."""
+    from rich.progress import Progress
 
-    def __init__(self, total: int, shown: bool):
-        self.total, self.shown = total, shown
-
-    def __enter__(self):
-        if not self.shown:
-            return lambda n: None
-        from rich.progress import Progress
-
-        self.bar = Progress(transient=True)
-        self.bar.start()
-        task = self.bar.add_task("generating", total=self.total)
-        return lambda n: self.bar.advance(task, n)
-
-    def __exit__(self, *exc: object) -> None:
-        if self.shown:
-            self.bar.stop()
-
+    with Progress(transient=True, disable=not is_shown) as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda count: bar.advance(task, count)

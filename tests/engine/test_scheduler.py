@@ -81,7 +81,10 @@ class FakeRunner:
         return RowResult(row.request_id, is_round, tokens, has_nan, None, None)
 
 
-def make_engine(num_pages, seed, speculative=SpeculativeConfig(3, 2, 6), max_pending=0, page_size=3, max_context=60):
+TREE = SpeculativeConfig(3, 2, 6)
+
+
+def make_engine(num_pages, seed, speculative=TREE, max_pending=0, page_size=3, max_context=60):
     config = EngineConfig(
         speculative=speculative, page_size=page_size, max_batch=4, max_context=max_context, max_pending=max_pending
     )

@@ -43,7 +43,12 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, token_ids: tuple[int, ...], logprobs=None, top_logprobs=None) -> None:
+    def append(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[float, ...] | None = None,
+        top_logprobs: tuple[dict[int, float], ...] | None = None,
+    ) -> None:
         """Take a step's tokens up to the first one that ends the request (class 17: stop inside an accepted run)."""
         for i, token_id in enumerate(token_ids):
             self.output_token_ids.append(token_id)

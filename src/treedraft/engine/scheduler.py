@@ -25,6 +25,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, kv: KVManager, max_prefill_tokens: int = 4096):
         self.kv = kv
+        self.num_pages = kv.allocator.num_allocatable
         self.max_prefill_tokens = max_prefill_tokens
         self.tail = speculative_tail(config.speculative)
         self.max_path = 1 if config.speculative is None else config.speculative.max_path
@@ -41,10 +42,10 @@ class Scheduler:
     def check_fits(self, request: Request) -> None:
         """Raise RequestError when the whole pool could not hold the request, even without a tree."""
         need = self.kv.pages_for(request.max_len)
-        if need > self.kv.allocator.num_allocatable:
+        if need > self.num_pages:
             raise RequestError(
                 f"prompt and output of {request.max_len} tokens need {need} pages of {self.kv.page_size} tokens, the "
-                f"whole pool has {self.kv.allocator.num_allocatable}; lower max_tokens or raise the KV memory"
+                f"whole pool has {self.num_pages}; lower max_tokens or raise the KV memory"
             )
 
     def add(self, request: Request) -> None:
@@ -129,9 +130,10 @@ class Scheduler:
         while self.waiting and self._free_slots:
             request = self.waiting[0]
             want = self.kv.pages_for(request.max_len + self.tail)
-            request.promised_pages = min(want, self.kv.allocator.num_allocatable)  # too small for a tree: it shrinks, down to N = 1
+            # A pool too small for the tail: the tree shrinks, down to N = 1.
+            request.promised_pages = min(want, self.num_pages)
             tokens += len(request.prompt_token_ids)
-            if self.promised_pages + request.promised_pages > self.kv.allocator.num_allocatable:
+            if self.promised_pages + request.promised_pages > self.num_pages:
                 break
             if admitted and tokens > self.max_prefill_tokens:
                 break
@@ -175,7 +177,8 @@ class Scheduler:
         slots = [r.slot for r in self.running] + self._free_slots
         if len(set(slots)) != len(slots):
             raise InvariantError(f"a slot has two owners: {sorted(slots)}")
-        if self.is_idle and self.kv.allocator.num_free != self.kv.allocator.num_allocatable:
-            raise InvariantError(f"idle, but only {self.kv.allocator.num_free} of {self.kv.allocator.num_allocatable} pages are free")
+        if self.is_idle and self.kv.allocator.num_free != self.num_pages:
+            num_free = self.kv.allocator.num_free
+            raise InvariantError(f"idle, but only {num_free} of {self.num_pages} pages are free")
         if self.promised_pages != sum(r.promised_pages for r in self.running):
             raise InvariantError(f"{self.promised_pages} pages promised, running requests hold another number")

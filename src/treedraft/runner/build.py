@@ -90,8 +90,9 @@ def build(config: EngineConfig) -> Built:
     num_steps = 0 if speculative is None else speculative.num_steps
     runner = Runner(target, drafter, state, pages, config.page_size, tail, num_steps, device)
     kv = KVManager(PageAllocator(num_pages), config.page_size, table_width)
+    num_usable = kv.allocator.num_allocatable
     notes.append(
-        f"KV: {kv.allocator.num_allocatable} pages of {config.page_size} tokens ({kv.allocator.num_allocatable * page_bytes / 2**20:.1f} MiB), "
+        f"KV: {num_usable} pages of {config.page_size} tokens ({num_usable * page_bytes / 2**20:.1f} MiB), "
         f"{page_bytes // config.page_size} bytes a token"
     )
     resolved = EngineConfig(**{**config.__dict__, "max_context": max_context, "speculative": speculative})

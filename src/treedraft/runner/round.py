@@ -45,8 +45,8 @@ class Target:
     def commit(self, batch: DecodeBatch, accepted: Accepted) -> None:
         """Move the accepted nodes' KV to slots kv_len + 0 .. kv_len + num_accepted, in every layer at once.
 
-            before:  kv_len + | root  n1  n2  n3  n4  n5 |    path [0, 2, 5]
-            after:            | root  n2  n5  ..         |    a_j >= j and a is increasing
+        before:  kv_len + | root  n1  n2  n3  n4  n5 |    path [0, 2, 5]
+        after:            | root  n2  n5  ..         |    a_j >= j and a is increasing
         """
         path = accepted.columns.shape[1]
         if path > 1:
@@ -141,8 +141,6 @@ def _count(slots: Tensor, rows: SamplingRows, accepted: Accepted, state: DeviceS
     vocab_size = state.output_counts.shape[1]
     flat = (slots[:, None] * vocab_size + accepted.token_ids.clamp(min=0)).flatten()
     state.output_counts.view(-1).index_add_(0, flat, (accepted.token_ids >= 0).int().flatten())
-
-
 
 
 def paths_of(tree: DraftTree, rows: SamplingRows, max_depth: int) -> Tensor:
