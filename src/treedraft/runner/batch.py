@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treedraft.attention.base import PrefixPlan, TreeAttention
 from treedraft.kv.page_table import PageTable, slots_of
-from treedraft.runner.state import DeviceState
+from treedraft.runner.state import DeviceState, to_device
 from treedraft.types import DecodeRow, PrefillRow
 
 
@@ -80,8 +80,7 @@ def pack_decode(
     chain: Tensor,
 ) -> DecodeBatch:
     """Gather the running sequences' device state. Reads no length on the host."""
-    ints = torch.tensor([[r.slot, r.node_limit] for r in rows], dtype=torch.int64).to(state.device)
-    slots, node_limits = ints[:, 0], ints[:, 1]
+    slots, node_limits = to_device([[r.slot for r in rows], [r.node_limit for r in rows]], torch.int64, state.device)
     kv_lens = state.kv_lens[slots]
     page_table = pages.rows(slots)
     tail_positions = kv_lens[:, None] + torch.arange(len(chain), device=state.device)

@@ -76,11 +76,13 @@ class DeviceState:
     def sampling_rows(self, slots: Tensor, params: tuple[SamplingParams, ...]) -> SamplingRows:
         """The rows of a batch. slots: [B] int64. A stage that no row uses is skipped, and its tables stay empty."""
         stages = stages_of(params)
-        uses_penalties = torch.tensor([bool(stages_of((p,)) & {"penalties"}) for p in params], device=self.device)
-        uses_bias = torch.tensor([bool(p.logit_bias) for p in params], device=self.device)
 
-        def table(values: Tensor, stage: str, used: Tensor) -> Tensor:
-            return values[slots] * used[:, None] if stage in stages else values[:0].expand(0, values.shape[1])
+        def table(values: Tensor, stage: str) -> Tensor:
+            """Rows of a stage's table; zeros for a request that does not use the stage: its slot's row is a past one's."""
+            if stage not in stages:
+                return values[:0]
+            uses = to_device([stage in stages_of((p,)) for p in params], torch.bool, self.device)
+            return values[slots] * uses[:, None]
 
         return SamplingRows(
             temperature=self.temperature[slots],
@@ -94,11 +96,17 @@ class DeviceState:
             prompt_lens=self.prompt_lens[slots],
             min_tokens=self.min_tokens[slots],
             stop_ids=self.stop_ids[slots],
-            prompt_seen=table(self.prompt_seen, "penalties", uses_penalties),
-            output_counts=table(self.output_counts, "penalties", uses_penalties),
-            logit_bias=table(self.logit_bias, "bias", uses_bias),
+            prompt_seen=table(self.prompt_seen, "penalties"),
+            output_counts=table(self.output_counts, "penalties"),
+            logit_bias=table(self.logit_bias, "bias"),
             stages=stages,
         )
+
+
+def to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host values as a tensor; the host does not wait for the copy."""
+    staged = torch.tensor(values, dtype=dtype)
+    return staged.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else staged
 
 
 def stages_of(params: tuple[SamplingParams, ...]) -> frozenset[str]:
