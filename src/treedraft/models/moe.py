@@ -179,8 +179,8 @@ class MoE(nn.Module):
     def _chosen(self, routing: Routing) -> tuple[Tensor, Tensor]:
         """Indices and weights of every expert that a row needs, the shared ones last: [T, k + shared]."""
         shared = self.shared_indices.expand(len(routing.indices), -1)
-        weights = F.pad(routing.weights, (0, self.config.num_shared_experts), value=1.0)
-        return torch.cat([routing.indices, shared], -1), weights
+        ones = self.shared_row[:, self.config.num_experts :].expand(len(routing.indices), -1)
+        return torch.cat([routing.indices, shared], -1), torch.cat([routing.weights, ones], -1)
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = torch.mm(x, self.gate_up[expert]).chunk(2, -1)
