@@ -40,10 +40,10 @@ class Engine:
     def is_idle(self) -> bool:
         return self.scheduler.is_idle and not self._in_flight
 
-    def drain(self) -> None:
-        """Read and drop everything in flight (after an interrupt)."""
-        while self._in_flight:
-            self.scheduler.commit(self.runner.collect(self._in_flight.popleft()))
+    def reset(self) -> None:
+        """Drop every request and all that is in flight, after an interrupt or an error at any point of a step."""
+        self._in_flight.clear()  # what the device still does is over, in its order, before the next step begins
+        self.scheduler.reset()
 
     def _launch(self, plan: StepPlan) -> None:
         if not plan.is_empty:

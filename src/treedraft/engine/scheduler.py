@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 from treedraft.config import EngineConfig, speculative_tail
+from treedraft.engine.acceptance import AcceptanceWatch
 from treedraft.engine.request import Request
 from treedraft.errors import InvariantError, RequestError
 from treedraft.kv.manager import KVManager
@@ -33,7 +34,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.by_id: dict[int, Request] = {}
+        self.acceptance = AcceptanceWatch()
         self.promised_pages = 0
+        self._num_slots = config.max_batch
         self._free_slots = list(range(config.max_batch))[::-1]
         self._released_slots: list[int] = []
 
@@ -65,6 +68,16 @@ class Scheduler:
             self.waiting.remove(request)
             del self.by_id[request_id]
 
+    def reset(self) -> None:
+        """Forget every request and own nothing, whatever an interrupt left half done."""
+        self.waiting.clear()
+        self.running.clear()
+        self.by_id.clear()
+        self.kv.reset()
+        self.promised_pages = 0
+        self._free_slots = list(range(self._num_slots))[::-1]
+        self._released_slots = list(range(self._num_slots))  # every row of the page table may be stale
+
     @property
     def is_idle(self) -> bool:
         return not self.by_id
@@ -94,6 +107,8 @@ class Scheduler:
                 if row.is_round:
                     request.kv_len += len(row.token_ids)
                     request.count_round(len(row.token_ids) - 1)
+                    if self.max_nodes > 1:
+                        self.acceptance.count(len(row.token_ids) - 1)
                 else:
                     request.prefilled_s = time.perf_counter()
                 request.append(row.token_ids, row.logprobs, row.top_logprobs)

@@ -30,8 +30,13 @@ class PageAllocator:
                 "Raise kv_memory_bytes, or lower page_size."
             )
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, NUM_RESERVED_PAGES - 1, -1))  # a stack: lowest page on top at first
-        self._is_owned = bytearray(num_pages)
+        self.reset()
+
+    def reset(self) -> None:
+        """Take every page back at once."""
+        pages = range(self.num_pages - 1, NUM_RESERVED_PAGES - 1, -1)
+        self._free = list(pages)  # a stack: lowest page on top at first
+        self._is_owned = bytearray(self.num_pages)
 
     @property
     def num_free(self) -> int:

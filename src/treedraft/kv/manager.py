@@ -62,6 +62,11 @@ class KVManager:
         self.allocator.free(pages)
         return len(pages)
 
+    def reset(self) -> None:
+        """Free every page of every slot, whatever state an interrupt left them in."""
+        self._pages.clear()
+        self.allocator.reset()
+
     def owned(self, slot: int) -> tuple[int, ...]:
         """The slot's pages in logical order."""
         return tuple(self._pages.get(slot, ()))

@@ -1,0 +1,36 @@
+"""A watch over acceptance: a draft head of another model costs time but never changes the text, so nothing else shows it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+MIN_ROUNDS = 50  # fewer say nothing
+LOW = 1.05  # tokens a round; 1 is what no draft at all gives
+
+
+@dataclass
+class AcceptanceWatch:
+    """Counts rounds, and warns once when drafts turn out to be hardly ever accepted (failure class 18)."""
+
+    num_rounds: int = 0
+    num_accepted: int = 0
+    has_warned: bool = False
+
+    def count(self, num_accepted: int) -> None:
+        """Record one round that could have accepted drafts."""
+        self.num_rounds += 1
+        self.num_accepted += num_accepted
+        accept_length = 1 + self.num_accepted / self.num_rounds
+        if self.num_rounds >= MIN_ROUNDS and accept_length < LOW and not self.has_warned:
+            self.has_warned = True
+            logger.warning(
+                "the draft head is of no use: %.2f tokens a round over %d rounds, where %.2f would be without a head. "
+                "Is it made for this model, and eagle_aux_hidden_state_layer_ids right? The text is not affected; "
+                "without speculation it comes faster.",
+                accept_length,
+                self.num_rounds,
+                1.0,
+            )
