@@ -16,6 +16,7 @@ from treedraft.engine.text import TextStream
 from treedraft.errors import RequestError
 from treedraft.runner.build import build
 from treedraft.speculative.noise import noise_key
+from treedraft.speculative.sampling import MAX_STOP_IDS
 from treedraft.types import RequestOutput, SamplingParams
 from treedraft.weights.loader import resolve_folder
 from treedraft.weights.tokenizer import load_tokenizer
@@ -89,10 +90,12 @@ class LLM:
         if len(many) != len(every):
             raise RequestError(f"as many SamplingParams as prompts are needed: {len(every)}; got {len(many)}")
         groups = []
+        first_id = self._next_id
         for number, (prompt, one) in enumerate(zip(every, many, strict=True)):
             try:
                 groups.append(self._requests(prompt, one))
             except RequestError as error:
+                self._next_id = first_id  # a refused call leaves no trace: unseeded requests derive keys from it
                 raise RequestError(f"prompt {number}: {error}") from error
         self._run([r for group in groups for r in group], progress)
         return [self._output(p, group) for p, group in zip(every, groups, strict=True)]
@@ -109,11 +112,7 @@ class LLM:
         if not messages:
             raise RequestError("chat needs at least one message; got none")
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        prompts = [
-            self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations
-        ]
-        ids = [self.tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
-        return self.generate(ids, params, progress)
+        return self.generate([self._encode_chat(c) for c in conversations], params, progress)
 
     # ------------------------------------------------------------------ text and facts
 
@@ -135,13 +134,28 @@ class LLM:
 
     # ------------------------------------------------------------------ parts
 
+    def _encode_chat(self, messages: Any) -> list[int]:
+        is_list = isinstance(messages, list | tuple) and len(messages) > 0
+        if not is_list or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages):
+            raise RequestError(
+                f"a conversation is a list of {{'role': ..., 'content': ...}} messages; got {messages!r}"
+            )
+        assert self.tokenizer is not None
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates raise what they like, to refuse a role for instance
+            raise RequestError(f"the chat template refuses the messages: {error}") from error
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"a prompt is a text or a list of token ids; got {prompt!r}")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check(token_ids, params)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(self.eos_token_ids))
+        self._check(token_ids, params, stop_ids)
         assert self.config.max_context is not None
         number, self._next_id = self._next_id, self._next_id + params.n
         seed = params.seed if params.seed is not None else noise_key(self.config.seed, number + 1)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(self.eos_token_ids))
         requests = [
             Request(
                 request_id=number + choice,
@@ -158,7 +172,7 @@ class LLM:
         self.engine.scheduler.check_fits(requests[0])
         return requests
 
-    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+    def _check(self, token_ids: list[int], params: SamplingParams, stop_ids: frozenset[int]) -> None:
         if not token_ids:
             raise RequestError("the prompt is empty; at least one token is needed")
         for i, t in enumerate(token_ids):
@@ -174,23 +188,23 @@ class LLM:
             bad = [t for t in ids if not 0 <= t < self.vocab_size]
             if bad:
                 raise RequestError(f"{name} names token {bad[0]}; the vocabulary is 0..{self.vocab_size - 1}")
+        if params.min_tokens and len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"min_tokens can mask at most {MAX_STOP_IDS} stop ids, end-of-sequence included; got {len(stop_ids)}"
+            )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which this checkpoint lacks; use stop_token_ids")
 
     def _run(self, requests: list[Request], progress: bool) -> None:
-        scheduler = self.engine.scheduler
-        for request in requests:
-            scheduler.add(request)
         try:
+            for request in requests:
+                self.engine.scheduler.add(request)
             with _progress_bar(len(requests), progress) as advance:
                 while not self.engine.is_idle:
                     changed = self.engine.step()
                     advance(sum(r.is_finished for r in changed))
         except BaseException:
-            for request in requests:  # an interrupt leaves the engine usable
-                if not request.is_finished:
-                    scheduler.abort(request.request_id)
-            self.engine.drain()
+            self.engine.reset()  # an interrupt leaves the engine usable
             raise
 
     def _output(self, prompt: Prompt, requests: list[Request]) -> RequestOutput:

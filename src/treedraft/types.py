@@ -40,11 +40,19 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; k: the token's own and the k best of the raw distribution
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
+        try:
+            stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+            stop_token_ids = tuple(self.stop_token_ids or ())
+            logit_bias = {int(k): float(v) for k, v in (self.logit_bias or {}).items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RequestError(
+                "stop must be strings, stop_token_ids token ids, and logit_bias numbers by token id; "
+                f"got {self.stop!r}, {self.stop_token_ids!r} and {self.logit_bias!r}"
+            ) from error
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        object.__setattr__(self, "logit_bias", logit_bias)
+        _require(all(map(_is_int, stop_token_ids)), "stop_token_ids must be integers", stop_token_ids)
         _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens)
         _require(_is_real(self.temperature) and self.temperature >= 0, "temperature must be >= 0", self.temperature)
         _require(_is_int(self.top_k) and self.top_k >= -1, "top_k must be >= 1, or 0 to switch it off", self.top_k)

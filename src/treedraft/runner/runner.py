@@ -118,7 +118,7 @@ def path_logprobs(result: RoundTensors, num_top: int) -> Tensor:
     logits = result.logits.gather(1, columns[..., None].expand(-1, -1, result.logits.shape[-1]))
     logprobs = logits.double().log_softmax(-1)
     own = logprobs.gather(-1, token_ids.clamp(min=0)[..., None])
-    best = logprobs.topk(num_top, dim=-1)
+    best = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
     return torch.cat([own, best.values, best.indices.double()], -1)
 
 
@@ -133,7 +133,8 @@ def _read(part: HostCopy) -> list[RowResult]:
         own = top = None
         if num_top is not None and logprobs is not None:
             row = logprobs[b][:num_emitted]
-            width = (len(row[0]) - 1) // 2
+            width = (len(row[0]) - 1) // 2  # the most that any request of the batch wants
+            num_top = min(num_top, width)
             own = tuple(x[0] for x in row)
             top = tuple(
                 {int(i): lp for lp, i in zip(x[1 : 1 + num_top], x[1 + width : 1 + width + num_top], strict=True)}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from treedraft.errors import RequestError
-from treedraft.speculative.sampling import SamplingRows
+from treedraft.errors import InvariantError
+from treedraft.speculative.sampling import MAX_STOP_IDS, SamplingRows
 from treedraft.types import PrefillRow, SamplingParams
-
-MAX_STOP_IDS = 16  # stop ids of one request that min_tokens can mask
 
 
 class DeviceState:
@@ -48,8 +46,9 @@ class DeviceState:
         """Fill a slot for a new sequence."""
         slot, params = row.slot, row.sampling
         if len(row.stop_token_ids) > MAX_STOP_IDS and params.min_tokens:
-            raise RequestError(
-                f"min_tokens can mask at most {MAX_STOP_IDS} stop ids; the request has {len(row.stop_token_ids)}"
+            raise InvariantError(
+                f"min_tokens can mask at most {MAX_STOP_IDS} stop ids; request {row.request_id} was admitted with "
+                f"{len(row.stop_token_ids)}"
             )
         self.temperature[slot] = params.temperature
         self.top_k[slot] = max(params.top_k, 0)
