@@ -1,4 +1,4 @@
-"""Layers that have a second way of computing for inference on a CPU: both ways agree, and training takes the plain one."""
+"""Layers with a second way of computing for inference on a CPU: both agree, and training takes the plain one."""
 
 import pytest
 import torch

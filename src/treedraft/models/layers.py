@@ -40,8 +40,8 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 class VocabWeight:
     """The matrix of an lm_head, [V, H], with a copy in oneDNN's layout where that pays.
 
-    On a CPU a large matrix that is not in the cache costs three times as much in the plain layout: 4096 x 256 with 4 rows
-    676 us plain, 186 us packed (one core, 2026-12-01). The copy serves inference only, in float32.
+    On a CPU a large matrix that is not in the cache costs three times as much in the plain layout: 4096 x 256 with
+    4 rows 676 us plain, 186 us packed (one core, 2026-12-01). The copy serves inference only, in float32.
     """
 
     def __init__(self, weight: Tensor) -> None:
