@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 import treedraft
 
 ROOT = Path(treedraft.__file__).parent
@@ -187,6 +188,7 @@ def test_importing_host_parts_never_loads_torch() -> None:
     code = (
         f"import importlib, sys\nfor name in {HOST_MODULES}:\n    importlib.import_module(name)\n"
         "import treedraft\ntreedraft.SamplingParams(), treedraft.SpeculativeConfig(), treedraft.RequestOutput\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'safetensors', 'triton'} & set(sys.modules)\nassert not heavy, heavy"
+        "heavy = {'torch', 'transformers', 'numpy', 'safetensors', 'triton'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
