@@ -229,7 +229,7 @@ def test_demo_head_agrees_with_its_target_about_as_often_as_when_it_was_trained(
     from treedraft.models.registry import load_model
     from treedraft.weights.loader import resolve_folder
 
-    target, _ = load_model(resolve_folder("demo"), 512)
+    target = load_model(resolve_folder("demo"), 512)
     head = load_head(resolve_folder("demo", kind="draft"), target)
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_folder("demo"))
     text = (Path(__file__).parent.parent.parent / "src/treedraft/models/moe.py").read_text()

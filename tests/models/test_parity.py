@@ -143,7 +143,8 @@ class AbsorbedAttend:
 def test_model_on_random_checkpoint_equals_transformers(name: str, tmp_path: Path) -> None:
     reference = build_hf(name, tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    model, config = load_model(tmp_path, max_positions=128)
+    model = load_model(tmp_path, max_positions=128)
+    config = model.config
     ids = torch.randint(0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = reference(ids).logits
@@ -159,7 +160,8 @@ def test_model_on_random_checkpoint_equals_transformers(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["v2-groups-qlora", "v3-yarn-unequal", "v3-halves"])
 def test_model_in_float64_absorbed_equals_expanded(name: str, tmp_path: Path) -> None:
     build_hf(name, tmp_path)
-    model, config = load_model(tmp_path, max_positions=32, dtype=torch.float64)
+    model = load_model(tmp_path, max_positions=32, dtype=torch.float64)
+    config = model.config
     ids = torch.randint(0, config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         expanded = our_logits(model, ids, DenseAttend())
@@ -170,8 +172,9 @@ def test_model_in_float64_absorbed_equals_expanded(name: str, tmp_path: Path) ->
 
 def test_model_in_float64_stays_float64(tmp_path: Path) -> None:
     build_hf("v3-yarn", tmp_path)
-    model, config = load_model(tmp_path, max_positions=32, dtype=torch.float64)
-    narrow, _ = load_model(tmp_path, max_positions=32, dtype=torch.float32)
+    model = load_model(tmp_path, max_positions=32, dtype=torch.float64)
+    config = model.config
+    narrow = load_model(tmp_path, max_positions=32, dtype=torch.float32)
     assert all(t.dtype == torch.float64 for t in model.state_dict().values())
     ids = torch.arange(20)[None]
     with torch.inference_mode():
@@ -183,8 +186,8 @@ def test_model_in_float64_stays_float64(tmp_path: Path) -> None:
 
 def test_model_in_bfloat16_gives_float32_logits(tmp_path: Path) -> None:
     build_hf("v3-plain", tmp_path)
-    model, _ = load_model(tmp_path, max_positions=32, dtype=torch.bfloat16)
-    wide, _ = load_model(tmp_path, max_positions=32)
+    model = load_model(tmp_path, max_positions=32, dtype=torch.bfloat16)
+    wide = load_model(tmp_path, max_positions=32)
     ids = torch.arange(20)[None]
     with torch.inference_mode():
         given, expected = our_logits(model, ids, DenseAttend()), our_logits(wide, ids, DenseAttend())
@@ -195,7 +198,8 @@ def test_model_in_bfloat16_gives_float32_logits(tmp_path: Path) -> None:
 
 def test_forward_with_taps_returns_inputs_of_the_layers(tmp_path: Path) -> None:
     build_hf("v3-plain", tmp_path)
-    model, config = load_model(tmp_path, max_positions=32)
+    model = load_model(tmp_path, max_positions=32)
+    config = model.config
     ids = torch.arange(12)[None]
     positions = torch.arange(12)[None]
     with torch.inference_mode():
@@ -215,7 +219,7 @@ def test_forward_with_taps_returns_inputs_of_the_layers(tmp_path: Path) -> None:
 
 def test_forward_accepts_any_leading_shape(tmp_path: Path) -> None:
     build_hf("v3-groups-qlora", tmp_path)
-    model, _ = load_model(tmp_path, max_positions=32, dtype=torch.float64)
+    model = load_model(tmp_path, max_positions=32, dtype=torch.float64)
     ids = torch.arange(24).view(2, 12)
     with torch.inference_mode():
         both = our_logits(model, ids, DenseAttend())

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treedraft.models.config import ModelConfig
-from treedraft.models.layers import MLP, NamedViews, RMSNorm, VocabWeight, empty_weight
+from treedraft.models.layers import MLP, Matrix, NamedViews, RMSNorm, empty_weight
 from treedraft.models.mla import MLA, Attend
 from treedraft.models.moe import MoE
 from treedraft.models.rope import Rope
@@ -64,7 +64,7 @@ class DeepseekModel(nn.Module):
             if config.tie_word_embeddings
             else empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         )
-        self.vocab = VocabWeight(self.head)
+        self.vocab = Matrix(self.head)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings, [...] int64 -> [..., H]."""

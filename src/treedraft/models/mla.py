@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treedraft.models.config import LORA_NORM_EPS, MlaConfig
-from treedraft.models.layers import NamedViews, RMSNorm, empty_weight
+from treedraft.models.layers import Matrix, NamedViews, RMSNorm, empty_weight
 from treedraft.models.rope import Rope
 
 
@@ -51,10 +50,11 @@ class DirectQueries(nn.Module):
         self.config = config
         width = config.latent_width + config.num_heads * config.qk_head_dim
         self.weight = empty_weight(width, in_size, dtype=dtype, device=device)
+        self.to_fused = Matrix(self.weight)
 
     def forward(self, x: Tensor, rope: Rope, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         c = self.config
-        fused = F.linear(x, self.weight)
+        fused = self.to_fused.linear(x)
         q_nope = fused[..., c.latent_width :].unflatten(-1, (c.num_heads, c.qk_head_dim))[..., : c.qk_nope_head_dim]
         rotary = fused[..., c.kv_lora_rank :].unfold(-1, c.qk_rope_head_dim, c.qk_head_dim)
         rotary = rope.rotate(rotary, table)
@@ -80,11 +80,14 @@ class LowRankQueries(nn.Module):
         self.a = empty_weight(self.rank + config.latent_width, in_size, dtype=dtype, device=device)
         self.norm = RMSNorm(self.rank, LORA_NORM_EPS, dtype, device)
         self.b = empty_weight(config.num_heads * config.qk_head_dim, self.rank, dtype=dtype, device=device)
+        self.to_bottleneck, self.to_queries = Matrix(self.a), Matrix(self.b)
 
     def forward(self, x: Tensor, rope: Rope, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         c = self.config
-        bottleneck, latent, k_rope = F.linear(x, self.a).split([self.rank, c.kv_lora_rank, c.qk_rope_head_dim], -1)
-        q = F.linear(self.norm(bottleneck), self.b).unflatten(-1, (c.num_heads, c.qk_head_dim))
+        bottleneck, latent, k_rope = self.to_bottleneck.linear(x).split(
+            [self.rank, c.kv_lora_rank, c.qk_rope_head_dim], -1
+        )
+        q = self.to_queries.linear(self.norm(bottleneck)).unflatten(-1, (c.num_heads, c.qk_head_dim))
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
         k_rope = rope.rotate(k_rope.unsqueeze(-2), table).squeeze(-2)
         return q_nope, rope.rotate(q_rope, table), latent, k_rope
@@ -116,12 +119,13 @@ class MLA(nn.Module):
             device=device,
         )
         self.out = empty_weight(out_size, config.num_heads * config.v_head_dim, dtype=dtype, device=device)
+        self.to_out = Matrix(self.out)
         self.scale = config.scale
 
     def forward(self, x: Tensor, rope: Rope, table: Tensor, attend: Attend, layer: int) -> Tensor:
         q_nope, q_rope, latent, k_rope = self.queries(x, rope, table)
         heads = attend.mla(layer, q_nope, q_rope, self.norm(latent), k_rope, self.kv_b, self.scale)
-        return F.linear(heads.flatten(-2), self.out)
+        return self.to_out.linear(heads.flatten(-2))
 
     def checkpoint(self, prefix: str) -> NamedViews:
         yield from self.queries.checkpoint(prefix)

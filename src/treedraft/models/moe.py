@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treedraft.models.config import MoeConfig
-from treedraft.models.layers import NamedViews, at_least_float32, empty_weight
+from treedraft.models.layers import Matrix, NamedViews, at_least_float32, empty_weight
 
 
 class Routing(NamedTuple):
@@ -113,6 +113,7 @@ class MoE(nn.Module):
         self.hidden_size = hidden_size
         self.size = config.intermediate_size
         self.num_all = config.num_experts + config.num_shared_experts
+        self.packed: tuple[Matrix, Matrix] | None = None
         router = SigmoidRouter if config.topk_method == "noaux_tc" else SoftmaxRouter
         self.router = router(config, hidden_size, dtype, device)
         # Transposed: one expert's product with a row is a weighted sum of rows, and experts stack by rows.
@@ -129,8 +130,10 @@ class MoE(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         routing = self.router(rows)
         pairs_per_expert = routing.indices.numel() / self.config.num_experts
-        if pairs_per_expert <= (SUMMED_MAX_PAIRS if x.device.type == "cpu" else GATHERED_MAX_PAIRS):
-            form = self.summed if x.device.type == "cpu" else self.gathered
+        is_cpu = x.device.type == "cpu"
+        summed_max_pairs = SUMMED_MAX_PAIRS if self.packed is None else SUMMED_MAX_PAIRS_IF_PACKED
+        if pairs_per_expert <= (summed_max_pairs if is_cpu else GATHERED_MAX_PAIRS):
+            form = self.summed if is_cpu else self.gathered
         else:
             form = self.dense if is_static else self.grouped
         return form(rows, routing).view(x.shape)
@@ -157,9 +160,24 @@ class MoE(nn.Module):
     def dense(self, x: Tensor, routing: Routing) -> Tensor:
         """Run every expert on every row, unchosen ones weighted by 0. x: [T, H]. Static."""
         weights = self.shared_row.expand(len(x), -1).scatter(-1, routing.indices, routing.weights)
+        if self.packed is not None and x.dtype == torch.float32 and not torch.is_grad_enabled():
+            to_gate_up, to_hidden = self.packed
+            gate, up = to_gate_up.linear(x).unflatten(-1, (self.num_all, -1)).chunk(2, -1)
+            return to_hidden.linear((F.silu(gate) * up * weights.to(x.dtype).unsqueeze(-1)).flatten(1))
         gate, up = torch.bmm(x.expand(self.num_all, -1, -1), self.gate_up).chunk(2, -1)
         hidden = F.silu(gate) * up * weights.to(x.dtype).t().unsqueeze(-1)
         return torch.mm(hidden.transpose(0, 1).flatten(1), self.down.flatten(0, 1))
+
+    def pack(self) -> None:
+        """Copy the experts for the dense form, once the weights are final; see layers.Matrix for where it serves."""
+        if self.gate_up.device.type != "cpu" or self.gate_up.dtype != torch.float32:
+            return
+        all_gate_ups = self.gate_up.detach().transpose(1, 2).flatten(0, 1)
+        matrices = Matrix(all_gate_ups), Matrix(self.down.detach().flatten(0, 1).t())
+        for matrix in matrices:
+            matrix.pack()
+        if all(m.packed is not None for m in matrices):
+            self.packed = matrices
 
     def grouped(self, x: Tensor, routing: Routing) -> Tensor:
         """Run each expert on the rows that chose it. x: [T, H]. Syncs."""
@@ -210,4 +228,5 @@ def weighted_row_sums(table: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
 # Rows times k over experts up to which a form pays. CPU, demo model, one core: one row 72 us summed, 117 gathered, 500
 # dense; 16 rows 660 summed, 840 dense (2026-12-01).
 SUMMED_MAX_PAIRS = 4
+SUMMED_MAX_PAIRS_IF_PACKED = 1.5  # 16 rows 450 dense where the experts are packed
 GATHERED_MAX_PAIRS = 1

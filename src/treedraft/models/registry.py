@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from treedraft.models.config import ModelConfig
+from treedraft.models.layers import pack_matrices
 from treedraft.weights.loader import load_weights, read_config
 
 if TYPE_CHECKING:
@@ -28,19 +28,14 @@ def model_class(architecture: str) -> type[DeepseekModel]:
 
 
 def load_model(
-    folder: Path,
-    max_positions: int | Callable[[int], int],
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[DeepseekModel, ModelConfig]:
-    """Build the target model of a folder and fill it; return it with its configuration.
+    folder: Path, max_positions: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> DeepseekModel:
+    """Build the target model of a folder and fill it. `max_positions`: size of the rope tables.
 
-    `max_positions`: size of the rope tables, or a function that gives it from the model's max_position_embeddings.
     Raises ConfigError, CheckpointError.
     """
     config = ModelConfig.from_hf(read_config(folder))
-    size = max_positions if isinstance(max_positions, int) else max_positions(config.max_position_embeddings)
-    model = model_class(config.architecture)(config, size, dtype, device)
+    model = model_class(config.architecture)(config, max_positions, dtype, device)
     load_weights(model.checkpoint(), folder, model.is_skipped, model.aliases())
-    model.vocab.pack()
-    return model.requires_grad_(False).eval(), config
+    pack_matrices(model)
+    return model.requires_grad_(False).eval()

@@ -53,7 +53,7 @@ def build(config: EngineConfig) -> Built:
     model_config = ModelConfig.from_hf(read_config(folder))
     max_context = _max_context(config.max_context, model_config.max_position_embeddings)
     logical_len = max_logical_len(max_context, speculative, config.max_pending)
-    model, _ = load_model(folder, logical_len, dtype, device)
+    model = load_model(folder, logical_len, dtype, device)
     head: Eagle3MlaHead | None = None
     if speculative is not None and draft is not None:
         head = load_head(resolve_folder(draft, kind="draft"), model, dtype, device)

@@ -35,7 +35,7 @@ from treedraft.models.config import (
     rope_config,
 )
 from treedraft.models.deepseek import DeepseekModel
-from treedraft.models.layers import MLP, NamedViews, RMSNorm, VocabWeight, empty_weight
+from treedraft.models.layers import MLP, Matrix, NamedViews, RMSNorm, empty_weight, pack_matrices
 from treedraft.models.mla import MLA, Attend
 from treedraft.models.rope import Rope
 from treedraft.weights.loader import load_weights, read_config, shards
@@ -111,7 +111,7 @@ class TargetTables(NamedTuple):
     """What a head may share with its target; kept outside the module's parameters, so that training leaves it alone."""
 
     embedding: Tensor  # [V, H]
-    vocab: VocabWeight  # [V, H]
+    vocab: Matrix  # [V, H]
 
 
 class Eagle3MlaHead(nn.Module):
@@ -139,6 +139,7 @@ class Eagle3MlaHead(nn.Module):
         self.config = config
         self.taps = config.taps
         self.fc = empty_weight(size, len(config.taps) * size, dtype=dtype, device=device)
+        self.to_fused = Matrix(self.fc)
         self.input_norm = RMSNorm(size, config.rms_norm_eps, dtype, device)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps, dtype, device)
         self.attention = MLA(config.mla, 2 * size, size, dtype, device)
@@ -151,7 +152,7 @@ class Eagle3MlaHead(nn.Module):
             self.own_embedding = empty_weight(config.vocab_size, size, dtype=dtype, device=device)
         if config.has_own_lm_head:
             self.own_lm_head = empty_weight(config.draft_vocab_size, size, dtype=dtype, device=device)
-        self.vocab = VocabWeight(self.own_lm_head) if config.has_own_lm_head else target.vocab
+        self.vocab = Matrix(self.own_lm_head) if config.has_own_lm_head else target.vocab
         if config.has_vocab_map:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool, device=device))
@@ -186,7 +187,7 @@ class Eagle3MlaHead(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return the head's input from the target's tapped states, [..., taps * H] -> [..., H]."""
-        return F.linear(features, self.fc)
+        return self.to_fused.linear(features)
 
     def forward(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run the layer. hidden: [..., H], from `fuse` or recycled; ids, positions: [...] -> [..., H] recycled."""
@@ -233,8 +234,7 @@ def load_head(
     config = Eagle3Config.from_hf(read_config(folder), target.config, frozenset(shards(folder)))
     head = Eagle3MlaHead(config, target_tables(target), target.rope.max_positions, dtype, device)
     load_weights(head.checkpoint(), folder)
-    if config.has_own_lm_head:
-        head.vocab.pack()
+    pack_matrices(head)
     _check_vocab_map(head)
     return head.requires_grad_(False).eval()
 
