@@ -218,6 +218,8 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (a text, or token ids) or several, as a list of prompts."""
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts are texts or lists of token ids; got {prompts!r}")
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [cast(Prompt, prompts)] if is_one else list(cast(Sequence[Prompt], prompts))
 

@@ -1,4 +1,4 @@
-"""A watch over acceptance: a draft head of another model costs time but never changes the text, so nothing else shows it."""
+"""A watch over acceptance: a useless draft head never changes the text, so nothing else shows it."""
 
 from __future__ import annotations
 
