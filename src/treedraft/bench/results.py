@@ -43,7 +43,13 @@ def describe_versions() -> dict[str, str | None]:
 
 
 def describe_commit() -> str | None:
-    """The source's commit, with "-dirty" when files differ from it; None outside a checkout."""
+    """The source's commit, with "-dirty" when files differ from it; None outside a checkout.
+
+    A checkout that was copied without its .git may name its commit in a file COMMIT beside pyproject.toml.
+    """
+    copied = Path(__file__).parents[3] / "COMMIT"
+    if copied.exists():
+        return copied.read_text(encoding="utf-8").strip()
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
