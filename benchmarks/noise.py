@@ -77,11 +77,9 @@ def main() -> None:
                     }
                 )
                 r = results[-1]
-                print(
-                    f"T={temperature} {name:10s} noise {noise:9s}: {r['accept_length']:.2f} ± {r['standard_error']:.2f}, "
-                    f"same text {same} of {len(prompts)}",
-                    flush=True,
-                )
+                length = f"{r['accept_length']:.2f} ± {r['standard_error']:.2f}"
+                same_text = f"same text {same} of {len(prompts)}"
+                print(f"T={temperature} {name:10s} noise {noise:9s}: {length}, {same_text}", flush=True)
     print(write_result(args.out, "noise", {"shape": asdict(shape), "results": results}))
 
 

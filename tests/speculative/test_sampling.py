@@ -360,12 +360,13 @@ def test_draft_scores_mixed_temperatures_equal_definitions() -> None:
     logits, gumbels = torch.randn(2, 3, 40, generator=g), torch.randn(2, 40, generator=g)
     temperature = torch.tensor([0.0, 0.6])
     plain = draft_scores(logits, temperature, None)
-    torch.testing.assert_close(plain[0], (logits[0] / sampling.GREEDY_TEMPERATURE).log_softmax(-1))
+    torch.testing.assert_close(plain[0], (logits[0] * sampling.GREEDY_SHARPNESS).log_softmax(-1))
     torch.testing.assert_close(plain[1], logits[1].log_softmax(-1))
     for shape in ((2, 40), (2, 1, 40)):
         scores = draft_scores(logits, temperature, gumbels.view(shape))
         torch.testing.assert_close(scores[0], plain[0])
-        torch.testing.assert_close(scores[1], (logits[1] / 0.6 + gumbels[1]).log_softmax(-1))
+        warm = sampling.SAMPLED_SHARPNESS * (logits[1] / 0.6 + gumbels[1])
+        torch.testing.assert_close(scores[1], warm.log_softmax(-1))
     assert (scores <= 0).all()
 
 
