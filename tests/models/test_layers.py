@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from treedraft.models.layers import RMSNorm, Matrix
+from treedraft.models.layers import Matrix, RMSNorm
 
 # Sums in another order, float32, 200 terms of about 1.
 TOLERANCE = {"rtol": 1e-5, "atol": 5e-5}

@@ -173,7 +173,6 @@ def test_model_in_float64_absorbed_equals_expanded(name: str, tmp_path: Path) ->
 def test_model_in_float64_stays_float64(tmp_path: Path) -> None:
     build_hf("v3-yarn", tmp_path)
     model = load_model(tmp_path, max_positions=32, dtype=torch.float64)
-    config = model.config
     narrow = load_model(tmp_path, max_positions=32, dtype=torch.float32)
     assert all(t.dtype == torch.float64 for t in model.state_dict().values())
     ids = torch.arange(20)[None]

@@ -77,7 +77,7 @@ class DeviceState:
         stages = stages_of(params)
 
         def table(values: Tensor, stage: str) -> Tensor:
-            """Rows of a stage's table; zeros for a request that does not use the stage: its slot's row is a past one's."""
+            """Rows of a stage's table; zeros for a request that does not use the stage, whose row is a past one's."""
             if stage not in stages:
                 return values[:0]
             uses = to_device([stage in stages_of((p,)) for p in params], torch.bool, self.device)

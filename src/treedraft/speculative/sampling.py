@@ -218,7 +218,7 @@ def _argmax(z: Tensor) -> Tensor:
 
 # Scores are sharpened before the softmax, since the target says its best token: a draft's first choice is right more
 # often than its probability says. It keeps the order of a node's children and changes which nodes a tree is spent on.
-# Tree (5, 4, 16), 96 prompts, tokens a round (benchmarks/notes.md): T = 0: 1 -> 4.55, 1.5 -> 4.80, 2 -> 4.85, 3 -> 4.85;
+# Tree (5, 4, 16), tokens a round (benchmarks/notes.md): T = 0: 1 -> 4.55, 1.5 -> 4.80, 2 -> 4.85, 3 -> 4.85;
 # T = 1, the noise included: 1 -> 3.04, 1.2 -> 3.08, 1.5 -> 3.08.
 GREEDY_SHARPNESS = 2.0
 SAMPLED_SHARPNESS = 1.2
