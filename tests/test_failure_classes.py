@@ -329,9 +329,9 @@ def test_class_5_unchecked_rows_without_a_tail_spoil_the_neighbours_row(prompts,
     assert "row of slot 1 is not what it owns" in found
 
 
-def test_class_5_a_pool_without_room_for_a_tree_still_finishes(prompts, expected):
+def test_class_5_a_pool_without_room_for_a_tree_still_finishes(tree64, prompts, expected):
     limit = len(prompts[0]) + 20
-    token_bytes = (6 * 96 + 96) * 8
+    token_bytes = sum(p.data[:, 0].nbytes for p in (tree64.runner.target.pool, tree64.runner.drafter.pool))
     llm = make_llm((5, 4, 16), page_size=1, max_context=limit, max_batch=2, kv_memory_bytes=(limit + 2) * token_bytes)
     assert llm.engine.scheduler.kv.allocator.num_allocatable == limit
     given = llm.generate(prompts[:1] * 2, GREEDY, progress=False)  # one after the other
