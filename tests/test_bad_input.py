@@ -13,6 +13,7 @@ import torch
 
 from small_models import change_config, write_head, write_pair, write_target
 from treedraft import LLM, SamplingParams, SpeculativeConfig
+from treedraft.debug.trace import recording
 from treedraft.engine import scheduler as scheduler_module
 from treedraft.errors import CheckpointError, ConfigError, RequestError
 from treedraft.kv import allocator, manager
@@ -246,6 +247,19 @@ def test_nan_in_the_kv_of_one_request_ends_it_alone_and_its_pages_can_be_used_ag
     assert 0 < len(said) < 12 and said == small_texts[1][: len(said)]
     assert [choices[0].token_ids, choices[2].token_ids] == [small_texts[0], small_texts[2]]
     assert texts_of(small, SMALL_PROMPTS) == small_texts
+
+
+def test_nan_of_a_rejected_node_does_not_reach_its_siblings(folder, small_texts):
+    """The embedding of tokens that the target never says is NaN, and drafts propose them: nothing may change."""
+    llm = small_llm(folder, speculative=SpeculativeConfig(3, 8, 24))
+    said = {t for prompt in SMALL_PROMPTS for t in prompt} | {t for text in small_texts for t in text}
+    unsaid = [t for t in range(48) if t not in said]
+    with torch.no_grad():
+        llm.runner.target.model.embedding[unsaid] = torch.nan
+    rounds: list[Any] = []
+    with recording(llm, rounds):
+        assert texts_of(llm, SMALL_PROMPTS) == small_texts
+    assert sum(t in unsaid for r in rounds for t in r.token_ids) > 20, "else the drafts never met the NaN"
 
 
 def test_nan_in_the_draft_head_costs_acceptance_alone(folder, small_texts):

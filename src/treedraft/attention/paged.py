@@ -43,7 +43,7 @@ class PagedTreeAttend:
         q_nope [B, R, h, dn], q_rope [B, R, h, dr] roped, latent [B, R, c] normed, k_rope [B, R, dr] roped,
         kv_b [h, dn + dv, c], per head the key part before the value part.
         """
-        self.pool.write(layer, self.write_slots, latent, k_rope)
+        self.pool.write_finite(layer, self.write_slots, latent, k_rope)
         q = absorb(q_nope, q_rope, kv_b[:, : q_nope.shape[-1]])
         out = self.backend.run_mla(self.plan, self.pool.layer(layer), q, latent.shape[-1], scale)
         return expand_values(out, kv_b[:, q_nope.shape[-1] :])

@@ -54,6 +54,14 @@ class LatentPool:
         rows = torch.cat((latent, k_rope), -1)
         self.data[layer].index_copy_(0, slots.reshape(-1), rows.view(-1, rows.shape[-1]))
 
+    def write_finite(self, layer: int, slots: Tensor, latent: Tensor, k_rope: Tensor) -> None:
+        """As `write`, NaN as 0: for tree rows, whose siblings' masks do not stop a NaN (0 * NaN is NaN).
+
+        A node with NaN has NaN logits, so its request is told if the path takes it; a rejected one must not matter.
+        """
+        rows = torch.cat((latent, k_rope), -1).nan_to_num_(0.0, torch.inf, -torch.inf)
+        self.data[layer].index_copy_(0, slots.reshape(-1), rows.view(-1, rows.shape[-1]))
+
     def move(self, src: Tensor, dst: Tensor) -> None:
         """Copy slots src [B, P] int64 to dst [B, P] int64 in every layer.
 
