@@ -27,6 +27,7 @@ from treedraft.errors import CheckpointError, ConfigError
 from treedraft.models.deepseek import DeepseekModel
 from treedraft.models.draft.eagle3 import Eagle3MlaHead, load_head
 from treedraft.speculative.noise import gumbel
+from treedraft.speculative.sampling import draft_scores
 
 CPU = torch.device("cpu")
 WORDS = [f"w{i}" for i in range(38)]
@@ -331,10 +332,8 @@ def plain_accepted(
 
     def children(drafted: tuple[int, ...]) -> list[tuple[float, int]]:
         logits = draft_chain(target, head, text, root - 1, list(drafted))
-        if temperature:
-            position = torch.tensor([[root + 1 + len(drafted)]])
-            logits = logits / temperature + gumbel(key[None], position, len(logits))[0, 0]
-        logp = logits.log_softmax(-1)
+        noise = gumbel(key[None], torch.tensor([[root + 1 + len(drafted)]]), len(logits))[0] if temperature else None
+        logp = draft_scores(logits[None, None], torch.tensor([temperature]), noise)[0, 0]
         return [(float(logp[i]), int(i)) for i in logp.topk(shape.topk).indices]
 
     pool: list[tuple[float, tuple[int, ...]]] = []

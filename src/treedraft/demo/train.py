@@ -37,7 +37,7 @@ DEMO = Path(__file__).resolve().parent
 # The target sees short texts of few words often enough; the head is to serve every domain equally well.
 TARGET_WEIGHTS = {"story": 4.0, "kid": 3.0, "fiction": 1.0, "code": 1.0}  # times its number of tokens
 HEAD_WEIGHTS = {"story": 0.2, "kid": 0.25, "fiction": 0.3, "code": 0.25}
-SHAPES = (SpeculativeConfig(3, 1, 4), SpeculativeConfig(5, 4, 16))
+SHAPES = tuple(SpeculativeConfig(*s) for s in ((3, 1, 4), (5, 1, 6), (5, 4, 16), (5, 4, 32), (7, 8, 48)))
 TEMPERATURES = (0.0, 0.8, 1.0)
 
 
@@ -168,7 +168,6 @@ def evaluate(
     recipe: EvaluationRecipe,
     device: torch.device,
     shapes: tuple[SpeculativeConfig, ...] = SHAPES,
-    sharpness: float = 1.0,
 ) -> dict[str, Any]:
     """Measure exported checkpoints, in float32, on held-out documents."""
     target = load_target(target_folder, MAX_POSITIONS, torch.float32, device)
@@ -180,7 +179,7 @@ def evaluate(
     return {
         "held_out_loss": held_out_loss(target, corpus.held_out, recipe.window_length - 1, recipe.windows),
         "agreement": agreement(target, head, head.taps, corpus.held_out, num_steps, windows[1], windows[0]),
-        "acceptance": measure_acceptance(target, head, head.taps, texts, list(shapes), sharpness),
+        "acceptance": measure_acceptance(target, head, head.taps, texts, list(shapes)),
     }
 
 

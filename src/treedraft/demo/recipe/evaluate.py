@@ -26,6 +26,7 @@ from treedraft.demo.recipe.unroll import unroll
 from treedraft.models.deepseek import DeepseekModel
 from treedraft.models.draft.eagle3 import Eagle3MlaHead
 from treedraft.speculative.noise import gumbel, noise_key
+from treedraft.speculative.sampling import draft_scores
 
 REPEAT_LEN = 8  # a round is repetitive when its root ends an 8-gram that the text already held
 
@@ -105,11 +106,10 @@ def accepted_depths(
     taps: tuple[int, ...],
     text: Text,
     shape: SpeculativeConfig,
-    sharpness: float = 1.0,
 ) -> Tensor:
     """Depth to which each position's tree follows the text: [B, L - 1 - num_steps] int64, entry i for root i + 1.
 
-    `sharpness` multiplies the score before the log-softmax (1: as served).
+    Children are ranked by `draft_scores`, as when serving.
     """
     token_ids, num_steps, topk = text.token_ids, shape.num_steps, shape.topk
     rows = token_ids.shape[1] - 1 - num_steps
@@ -119,12 +119,15 @@ def accepted_depths(
     hidden = head(head.fuse(features[:, :rows]), token_ids[:, 1 : rows + 1], positions[:, :rows], probe)[:, :, None]
 
     def children(hidden: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor]:
-        scores = head.logits(hidden).float()
+        logits = head.logits(hidden)  # [B, N, 1 or K, Vd]
+        temperature = torch.full((logits[..., 0, 0].numel(),), text.temperature, device=logits.device)
+        noise = None
         if text.temperature > 0:
-            noise = gumbel(text.keys, positions[:, 1 + level : 1 + level + rows], target.config.vocab_size)[:, :, None]
+            noise = gumbel(text.keys, positions[:, 1 + level : 1 + level + rows], target.config.vocab_size)
             noise = noise if head.draft_to_target is None else noise[..., head.draft_to_target]
-            scores = scores / text.temperature + noise
-        best, ids = (scores * sharpness).log_softmax(-1).topk(topk, -1)
+            noise = noise.flatten(0, 1)
+        scores = draft_scores(logits.flatten(0, 1), temperature, noise).view_as(logits)
+        best, ids = scores.topk(topk, -1)
         ids = head.target_ids(ids)
         return best, ids, ids == token_ids[:, 1 + level : 1 + level + rows, None, None]
 
@@ -205,7 +208,6 @@ def measure_acceptance(
     taps: tuple[int, ...],
     texts: list[Text],
     shapes: list[SpeculativeConfig],
-    sharpness: float = 1.0,
     rows_at_once: int = 16,
 ) -> list[dict[str, Any]]:
     """Acceptance of every shape on every text, by domain and over all, as plain dicts."""
@@ -215,7 +217,7 @@ def measure_acceptance(
             parts = []
             for first in range(0, len(text.keys), rows_at_once):
                 part = text.rows(slice(first, first + rows_at_once))
-                parts.append(accepted_depths(target, head, taps, part, shape, sharpness))
+                parts.append(accepted_depths(target, head, taps, part, shape))
             results += [asdict(a) for a in chain_rounds(text, torch.cat(parts).cpu(), shape.num_steps, shape)]
     return results
 
