@@ -15,7 +15,7 @@ demo: $(STAMP) ## generate text with the bundled model, with and without tree sp
 	@$(BIN)/treedraft demo
 
 test: $(STAMP) ## run the tests (without the slow ones)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 test-slow: $(STAMP) ## run the slow tests (up to an hour)
 	$(BIN)/python -m pytest -q -m slow

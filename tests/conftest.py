@@ -4,6 +4,9 @@ import json
 from importlib.resources import files
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # small tensors: a second thread gains little, and loses much beside another process
 
 
 @pytest.fixture(scope="session")
