@@ -42,8 +42,8 @@ class Matrix:
     """A weight [out, in] of a linear map, with a copy in oneDNN's layout where that pays.
 
     On a CPU the plain product packs the matrix anew for each call and reads it in an order that memory dislikes. Over
-    40 matrices of 1024 x 256, more than the cache holds, one product with 1, 4 and 16 rows took 132, 208 and 246 us plain,
-    54, 56 and 81 us packed (2 cores, 2026-12-01). The copy serves inference only, in float32, and is stale once the
+    40 matrices of 1024 x 256, more than the cache holds, a product with 1, 4 and 16 rows took 132, 208 and 246 us
+    plain, 54, 56 and 81 us packed (2 cores, 2026-12-01). The copy serves inference only, in float32, and is stale once the
     weight changes.
     """
 
@@ -74,8 +74,9 @@ class Matrix:
 def pack_matrices(model: nn.Module) -> None:
     """Pack every `Matrix` that is an attribute of a module of the model, and every module that packs itself."""
     for module in model.modules():
-        if hasattr(module, "pack"):
-            module.pack()
+        pack = getattr(module, "pack", None)
+        if callable(pack):
+            pack()
         for value in vars(module).values():
             if isinstance(value, Matrix):
                 value.pack()
