@@ -9,6 +9,7 @@ from torch import Tensor
 
 from treedraft.errors import ConfigError, InvariantError
 from treedraft.kv.allocator import TRASH_PAGE
+from treedraft.kv.buffers import Buffers
 from treedraft.types import PageUpdate
 
 
@@ -18,11 +19,14 @@ class PageTable:
     row of a slot:  | 7 | 3 | 12 | 1 | 1 |     pages 7, 3, 12 owned, then trash
     """
 
-    def __init__(self, max_slots: int, width: int, device: torch.device | str) -> None:
+    def __init__(self, max_slots: int, width: int, memory: Buffers | torch.device | str) -> None:
+        """memory: the buffers to allocate from, or a device."""
         if max_slots < 1 or width < 1:
             raise ConfigError(f"a page table needs at least one row and column; got {max_slots} x {width}")
         self.width = width
-        self.table = torch.full((max_slots, width), TRASH_PAGE, dtype=torch.int32, device=device)
+        self.table = Buffers.on(memory).allocate(
+            "page table", "index", (max_slots, width), torch.int32, formula="max_batch * pages", fill=TRASH_PAGE
+        )
 
     def apply(self, updates: Iterable[PageUpdate]) -> None:
         """Write appended pages. One host-to-device copy for all of them; later updates win.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from treedraft.errors import ConfigError
 from treedraft.kv.allocator import NUM_RESERVED_PAGES
+from treedraft.kv.buffers import Buffers
 
 
 class LatentPool:
@@ -22,9 +23,13 @@ class LatentPool:
         page_size: int,
         width: int,
         dtype: torch.dtype,
-        device: torch.device | str,
+        memory: Buffers | torch.device | str,
+        name: str = "KV",
     ) -> None:
-        """Raise ConfigError for an empty pool, or one with more slots than 31 bits address."""
+        """memory: the buffers to allocate from, or a device. name: of the buffer.
+
+        Raise ConfigError for an empty pool, or one with more slots than 31 bits address.
+        """
         if min(num_layers, page_size, width) < 1 or num_pages <= NUM_RESERVED_PAGES:
             raise ConfigError(
                 f"a pool needs layers, page_size and width of at least 1 and more than {NUM_RESERVED_PAGES} pages; "
@@ -38,7 +43,10 @@ class LatentPool:
         self.num_pages = num_pages
         self.page_size = page_size
         # Zeros everywhere: the zero page must hold them, and fresh memory may hold NaN.
-        self.data = torch.zeros((num_layers, num_pages * page_size, width), dtype=dtype, device=device)
+        shape = (num_layers, num_pages * page_size, width)
+        self.data = Buffers.on(memory).allocate(
+            name, "kv", shape, dtype, formula="layers * (pages * page_size) * latent_width"
+        )
 
     @staticmethod
     def bytes_per_page(num_layers: int, page_size: int, width: int, dtype: torch.dtype) -> int:

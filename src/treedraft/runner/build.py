@@ -10,6 +10,7 @@ from treedraft.attention.reference import TorchTreeAttention
 from treedraft.config import EngineConfig, max_logical_len, speculative_tail
 from treedraft.errors import ConfigError
 from treedraft.kv.allocator import NUM_RESERVED_PAGES, PageAllocator
+from treedraft.kv.buffers import Buffers
 from treedraft.kv.manager import KVManager
 from treedraft.kv.page_table import PageTable
 from treedraft.kv.pool import LatentPool
@@ -39,9 +40,13 @@ class Built:
     sizes: dict[str, int] = field(default_factory=dict)  # bytes by name
 
 
-def build(config: EngineConfig) -> Built:
-    """Load the model and its head, size the pools, and join them. `config` must be resolved."""
+def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
+    """Load the model and its head, size the pools, and join them. `config` must be resolved.
+
+    buffers: where lasting buffers come from; None: plain ones on the device.
+    """
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    memory = Buffers(device) if buffers is None else buffers
     notes: list[str] = []
     draft = config.draft or ("demo" if config.model == "demo" else None)
     speculative = config.speculative
@@ -72,21 +77,21 @@ def build(config: EngineConfig) -> Built:
             "least one more is needed: raise kv_memory_bytes or mem_fraction_static"
         )
 
-    def pool(layers: int, latent_width: int) -> LatentPool:
-        return LatentPool(layers, num_pages, config.page_size, latent_width, dtype, device)
+    def pool(name: str, layers: int, latent_width: int) -> LatentPool:
+        return LatentPool(layers, num_pages, config.page_size, latent_width, dtype, memory, name)
 
-    target_pool = pool(model_config.num_hidden_layers, width)
+    target_pool = pool("target KV", model_config.num_hidden_layers, width)
     attention = TorchTreeAttention()
     vocab_size = model_config.vocab_size
-    state = DeviceState(config.max_batch, vocab_size, model_config.hidden_size if head else 0, dtype, device)
+    state = DeviceState(config.max_batch, vocab_size, model_config.hidden_size if head else 0, dtype, memory)
     target = Target(model, attention, target_pool, head.taps if head is not None else ())
     drafter = None
     sizes = {"target KV": target_pool.data.nbytes}
     if head is not None and speculative is not None:
-        draft_pool = pool(1, head.config.mla.latent_width)
+        draft_pool = pool("draft KV", 1, head.config.mla.latent_width)
         drafter = EagleDrafter(head, attention, draft_pool, state, speculative)
         sizes["draft KV"] = draft_pool.data.nbytes
-    pages = PageTable(config.max_batch, table_width, device)
+    pages = PageTable(config.max_batch + 1, table_width, memory)  # the dummy slot's row stays all trash
     num_steps = 0 if speculative is None else speculative.num_steps
     runner = Runner(target, drafter, state, pages, config.page_size, tail, num_steps, device)
     kv = KVManager(PageAllocator(num_pages), config.page_size, table_width)

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from treedraft.errors import InvariantError
+from treedraft.kv.buffers import Buffers
 from treedraft.speculative.sampling import MAX_STOP_IDS, SamplingRows
 from treedraft.types import PrefillRow, SamplingParams
+
+TABLE_STAGES = ("penalties", "bias")  # stages with a row of [V] for each sequence
 
 
 class DeviceState:
@@ -15,32 +18,44 @@ class DeviceState:
 
     `kv_lens[s]` committed positions, `roots[s]` the last emitted token at position kv_lens[s], `draft_hidden[s]` the
     head's recycled state of draft row kv_lens[s] - 1, from which the next tree's first level comes.
+
+    One slot more than sequences: `dummy_slot` belongs to the padded rows of a batch bucket, which read and write it.
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, draft_hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_slots: int,
+        vocab_size: int,
+        draft_hidden_size: int,
+        dtype: torch.dtype,
+        memory: Buffers | torch.device | str,
     ):
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+        """memory: the buffers to allocate from, or a device."""
+        buffers = Buffers.on(memory)
 
-        self.device = device
-        self.kv_lens = zeros(num_slots, dtype=torch.int64)
-        self.roots = zeros(num_slots, dtype=torch.int64)
-        self.draft_hidden = zeros(num_slots, draft_hidden_size, dtype=dtype)
-        self.temperature = zeros(num_slots, dtype=torch.float32)
-        self.top_k = zeros(num_slots, dtype=torch.int64)
-        self.top_p = zeros(num_slots, dtype=torch.float32)
-        self.min_p = zeros(num_slots, dtype=torch.float32)
-        self.repetition_penalty = zeros(num_slots, dtype=torch.float32)
-        self.presence_penalty = zeros(num_slots, dtype=torch.float32)
-        self.frequency_penalty = zeros(num_slots, dtype=torch.float32)
-        self.noise_key = zeros(num_slots, dtype=torch.int64)
-        self.prompt_lens = zeros(num_slots, dtype=torch.int64)
-        self.min_tokens = zeros(num_slots, dtype=torch.int64)
-        self.stop_ids = zeros(num_slots, MAX_STOP_IDS, dtype=torch.int64)
-        self.prompt_seen = zeros(num_slots, vocab_size, dtype=torch.bool)
-        self.output_counts = zeros(num_slots, vocab_size, dtype=torch.int32)
-        self.logit_bias = zeros(num_slots, vocab_size, dtype=torch.float32)
+        def zeros(name: str, dtype: torch.dtype, **columns: int) -> Tensor:
+            formula = " * ".join(("(max_batch + 1)", *columns))
+            return buffers.allocate(f"state.{name}", "index", (num_slots + 1, *columns.values()), dtype, formula=formula)
+
+        self.device = buffers.device
+        self.dummy_slot = num_slots
+        self.kv_lens = zeros("kv_lens", torch.int64)
+        self.roots = zeros("roots", torch.int64)
+        self.draft_hidden = zeros("draft_hidden", dtype, hidden_size=draft_hidden_size)
+        self.temperature = zeros("temperature", torch.float32)
+        self.top_k = zeros("top_k", torch.int64)
+        self.top_p = zeros("top_p", torch.float32)
+        self.min_p = zeros("min_p", torch.float32)
+        self.repetition_penalty = zeros("repetition_penalty", torch.float32)
+        self.presence_penalty = zeros("presence_penalty", torch.float32)
+        self.frequency_penalty = zeros("frequency_penalty", torch.float32)
+        self.noise_key = zeros("noise_key", torch.int64)
+        self.prompt_lens = zeros("prompt_lens", torch.int64)
+        self.min_tokens = zeros("min_tokens", torch.int64)
+        self.stop_ids = zeros("stop_ids", torch.int64, max_stop_ids=MAX_STOP_IDS)
+        self.prompt_seen = zeros("prompt_seen", torch.bool, vocab_size=vocab_size)
+        self.output_counts = zeros("output_counts", torch.int32, vocab_size=vocab_size)
+        self.logit_bias = zeros("logit_bias", torch.float32, vocab_size=vocab_size)
 
     def install(self, row: PrefillRow) -> None:
         """Fill a slot for a new sequence."""
@@ -72,16 +87,31 @@ class DeviceState:
             ids = torch.tensor(list(params.logit_bias), device=self.device)
             self.logit_bias[slot, ids] = torch.tensor(list(params.logit_bias.values()), device=self.device)
 
+    def reset_dummy(self) -> None:
+        """Make the dummy slot a legal row of no consequence: nothing committed, greedy, no setting on."""
+        slot = self.dummy_slot
+        for values in (self.kv_lens, self.roots, self.draft_hidden, self.temperature, self.top_k, self.min_p):
+            values[slot].zero_()
+        for values in (self.top_p, self.repetition_penalty):
+            values[slot].fill_(1)
+
     def sampling_rows(self, slots: Tensor, params: tuple[SamplingParams, ...]) -> SamplingRows:
         """The rows of a batch. slots: [B] int64. A stage that no row uses is skipped, and its tables stay empty."""
         stages = stages_of(params)
 
+        uses = {
+            stage: to_device([stage in stages_of((p,)) for p in params], torch.bool, self.device)
+            for stage in TABLE_STAGES
+            if stage in stages
+        }
+        return self.gather_sampling(slots, stages, uses)
+
+    def gather_sampling(self, slots: Tensor, stages: frozenset[str], uses: dict[str, Tensor]) -> SamplingRows:
+        """The rows of `slots` [B] int64 for these stages. uses: for a stage of TABLE_STAGES, the rows that use it."""
+
         def table(values: Tensor, stage: str) -> Tensor:
             """Rows of a stage's table; zeros for a request that does not use the stage, whose row is a past one's."""
-            if stage not in stages:
-                return values[:0]
-            uses = to_device([stage in stages_of((p,)) for p in params], torch.bool, self.device)
-            return values[slots] * uses[:, None]
+            return values[slots] * uses[stage][:, None] if stage in stages else values[:0]
 
         return SamplingRows(
             temperature=self.temperature[slots],

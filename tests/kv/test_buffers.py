@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from treedraft.errors import InvariantError
-from treedraft.runner.buffers import Buffers
+from treedraft.kv.buffers import Buffers
 
 
 def test_allocate_records_name_formula_and_bytes() -> None:
