@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from treedraft.attention.reference import TorchTreeAttention
 from treedraft.config import EngineConfig, max_logical_len, speculative_tail
@@ -15,9 +17,9 @@ from treedraft.kv.manager import KVManager
 from treedraft.kv.page_table import PageTable
 from treedraft.kv.pool import LatentPool
 from treedraft.models.config import ModelConfig
-from treedraft.models.draft.eagle3 import Eagle3MlaHead, load_head
+from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, load_head
 from treedraft.models.registry import load_model
-from treedraft.runner.drafter import EagleDrafter
+from treedraft.runner.drafter import EagleDrafter, chain_bits
 from treedraft.runner.round import Target
 from treedraft.runner.runner import Runner
 from treedraft.runner.state import DeviceState
@@ -25,6 +27,31 @@ from treedraft.weights.loader import read_config, resolve_folder
 
 DEFAULT_KV_BYTES = 1 << 30  # CPU pools are never larger unless asked for
 GPU_WORKSPACE_BYTES = 1 << 30  # activations of the largest prefill and verify
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What follows from a configuration and the checkpoints' own, before anything is loaded or allocated."""
+
+    config: EngineConfig  # max_context filled in; speculative None when there is no head
+    folder: Path
+    draft_folder: Path | None  # None when there is no head
+    model: ModelConfig
+    logical_len: int  # positions that a sequence may ever address
+    table_width: int  # pages of a page-table row
+    tail: int  # slots beyond kv_len that a round may write
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Every lasting buffer but the weights."""
+
+    target_pool: LatentPool
+    draft_pool: LatentPool | None
+    state: DeviceState
+    pages: PageTable
+    chain: Tensor  # [tail, words] int64: ancestor bits of a chain
 
 
 @dataclass(frozen=True)
@@ -40,68 +67,99 @@ class Built:
     sizes: dict[str, int] = field(default_factory=dict)  # bytes by name
 
 
-def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
-    """Load the model and its head, size the pools, and join them. `config` must be resolved.
-
-    buffers: where lasting buffers come from; None: plain ones on the device.
-    """
-    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    memory = Buffers(device) if buffers is None else buffers
+def lay_out(config: EngineConfig) -> Layout:
+    """Read the checkpoints' config.json and derive every size that does not depend on free memory."""
     notes: list[str] = []
     draft = config.draft or ("demo" if config.model == "demo" else None)
     speculative = config.speculative
     if speculative is not None and draft is None:
         notes.append(f"no draft head was given for {config.model!r}: generating without speculation (see --draft)")
         speculative = None
-    tail = speculative_tail(speculative)
     folder = resolve_folder(config.model)
-    model_config = ModelConfig.from_hf(read_config(folder))
-    max_context = _max_context(config.max_context, model_config.max_position_embeddings)
+    model = ModelConfig.from_hf(read_config(folder))
+    max_context = _max_context(config.max_context, model.max_position_embeddings)
     logical_len = max_logical_len(max_context, speculative, config.max_pending)
-    model = load_model(folder, logical_len, dtype, device)
-    head: Eagle3MlaHead | None = None
-    if speculative is not None and draft is not None:
-        head = load_head(resolve_folder(draft, kind="draft"), model, dtype, device)
-        speculative.check(head.config.draft_vocab_size)
+    return Layout(
+        config=replace(config, max_context=max_context, speculative=speculative),
+        folder=folder,
+        draft_folder=None if speculative is None or draft is None else resolve_folder(draft, kind="draft"),
+        model=model,
+        logical_len=logical_len,
+        table_width=-(-logical_len // config.page_size),
+        tail=speculative_tail(speculative),
+        notes=tuple(notes),
+    )
 
-    table_width = -(-logical_len // config.page_size)
-    width = model_config.mla.latent_width
-    token_bytes = width * dtype.itemsize * model_config.num_hidden_layers
-    if head is not None:
-        token_bytes += head.config.mla.latent_width * dtype.itemsize
-    page_bytes = token_bytes * config.page_size
-    num_pages = _num_pages(config, page_bytes, config.max_batch * table_width + NUM_RESERVED_PAGES, device)
+
+def page_bytes(layout: Layout, head: Eagle3Config | None) -> int:
+    """Bytes of one page in the target's and the head's pool together."""
+    page_size, dtype = layout.config.page_size, getattr(torch, layout.config.dtype)
+    width = layout.model.mla.latent_width
+    size = LatentPool.bytes_per_page(layout.model.num_hidden_layers, page_size, width, dtype)
+    return size if head is None else size + LatentPool.bytes_per_page(1, page_size, head.mla.latent_width, dtype)
+
+
+def pages_wanted(layout: Layout) -> int:
+    """Pages with which every sequence of a full batch reaches the context limit; more would never be used."""
+    return layout.config.max_batch * layout.table_width + NUM_RESERVED_PAGES
+
+
+def allocate(layout: Layout, head: Eagle3Config | None, num_pages: int, buffers: Buffers) -> Memory:
+    """Allocate pools, tables and device state. On the meta device this is how memory is budgeted."""
+    config, model, dtype = layout.config, layout.model, getattr(torch, layout.config.dtype)
+
+    def pool(name: str, num_layers: int, width: int) -> LatentPool:
+        return LatentPool(num_layers, num_pages, config.page_size, width, dtype, buffers, name)
+
+    target_pool = pool("target KV", model.num_hidden_layers, model.mla.latent_width)
+    draft_pool = None if head is None else pool("draft KV", 1, head.mla.latent_width)
+    draft_hidden_size = 0 if head is None else model.hidden_size
+    state = DeviceState(config.max_batch, model.vocab_size, draft_hidden_size, dtype, buffers)
+    pages = PageTable(config.max_batch + 1, layout.table_width, buffers)  # the dummy slot's row stays all trash
+    bits = chain_bits(layout.tail, torch.device("cpu"))
+    chain = buffers.allocate("chain bits", "mask", bits.shape, bits.dtype, formula="tail * words").copy_(bits)
+    return Memory(target_pool, draft_pool, state, pages, chain)
+
+
+def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
+    """Load the model and its head, size the pools, and join them. `config` must be resolved.
+
+    buffers: where lasting buffers come from; None: plain ones on the device.
+    """
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    layout = lay_out(config)
+    config, speculative = layout.config, layout.config.speculative
+    model = load_model(layout.folder, layout.logical_len, dtype, device)
+    head: Eagle3MlaHead | None = None
+    if speculative is not None and layout.draft_folder is not None:
+        head = load_head(layout.draft_folder, model, dtype, device)
+        speculative.check(head.config.draft_vocab_size)
+    head_config = None if head is None else head.config
+
+    bytes_per_page = page_bytes(layout, head_config)
+    num_pages = _num_pages(config, bytes_per_page, pages_wanted(layout), device)
     if num_pages <= NUM_RESERVED_PAGES:
         raise ConfigError(
-            f"the KV memory holds {num_pages} pages of {page_bytes} bytes; {NUM_RESERVED_PAGES} are reserved and at "
-            "least one more is needed: raise kv_memory_bytes or mem_fraction_static"
+            f"the KV memory holds {num_pages} pages of {bytes_per_page} bytes; {NUM_RESERVED_PAGES} are reserved and "
+            "at least one more is needed: raise kv_memory_bytes or mem_fraction_static"
         )
-
-    def pool(name: str, layers: int, latent_width: int) -> LatentPool:
-        return LatentPool(layers, num_pages, config.page_size, latent_width, dtype, memory, name)
-
-    target_pool = pool("target KV", model_config.num_hidden_layers, width)
+    memory = allocate(layout, head_config, num_pages, Buffers(device) if buffers is None else buffers)
     attention = TorchTreeAttention()
-    vocab_size = model_config.vocab_size
-    state = DeviceState(config.max_batch, vocab_size, model_config.hidden_size if head else 0, dtype, memory)
-    target = Target(model, attention, target_pool, head.taps if head is not None else ())
+    target = Target(model, attention, memory.target_pool, head.taps if head is not None else ())
     drafter = None
-    sizes = {"target KV": target_pool.data.nbytes}
-    if head is not None and speculative is not None:
-        draft_pool = pool("draft KV", 1, head.config.mla.latent_width)
-        drafter = EagleDrafter(head, attention, draft_pool, state, speculative)
-        sizes["draft KV"] = draft_pool.data.nbytes
-    pages = PageTable(config.max_batch + 1, table_width, memory)  # the dummy slot's row stays all trash
+    sizes = {"target KV": memory.target_pool.data.nbytes}
+    if head is not None and speculative is not None and memory.draft_pool is not None:
+        drafter = EagleDrafter(head, attention, memory.draft_pool, memory.state, speculative)
+        sizes["draft KV"] = memory.draft_pool.data.nbytes
     num_steps = 0 if speculative is None else speculative.num_steps
-    runner = Runner(target, drafter, state, pages, config.page_size, tail, num_steps, device)
-    kv = KVManager(PageAllocator(num_pages), config.page_size, table_width)
+    runner = Runner(target, drafter, memory.state, memory.pages, config.page_size, memory.chain, num_steps, device)
+    kv = KVManager(PageAllocator(num_pages), config.page_size, layout.table_width)
     num_usable = kv.allocator.num_allocatable
-    notes.append(
-        f"KV: {num_usable} pages of {config.page_size} tokens ({num_usable * page_bytes / 2**20:.1f} MiB), "
-        f"{page_bytes // config.page_size} bytes a token"
+    note = (
+        f"KV: {num_usable} pages of {config.page_size} tokens ({num_usable * bytes_per_page / 2**20:.1f} MiB), "
+        f"{bytes_per_page // config.page_size} bytes a token"
     )
-    resolved = EngineConfig(**{**config.__dict__, "max_context": max_context, "speculative": speculative})
-    return Built(runner, kv, resolved, vocab_size, model_config.eos_token_ids, tuple(notes), sizes)
+    return Built(runner, kv, config, layout.model.vocab_size, layout.model.eos_token_ids, (*layout.notes, note), sizes)
 
 
 def _max_context(asked: int | None, limit: int) -> int:

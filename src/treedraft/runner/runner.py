@@ -10,7 +10,7 @@ from torch import Tensor
 
 from treedraft.kv.page_table import PageTable
 from treedraft.runner.batch import DecodeBatch, pack_decode, pack_prefill
-from treedraft.runner.drafter import Drafter, chain_bits
+from treedraft.runner.drafter import Drafter
 from treedraft.runner.round import RoundTensors, Target, run_prefill, run_round
 from treedraft.runner.state import DeviceState
 from treedraft.types import DecodeRow, PrefillRow, RowResult, SamplingParams, StepPlan, StepResult
@@ -47,13 +47,13 @@ class Runner:
         state: DeviceState,
         pages: PageTable,
         page_size: int,
-        tail: int,
+        chain: Tensor,
         num_steps: int,
         device: torch.device,
     ):
         self.target, self.drafter, self.state, self.pages = target, drafter, state, pages
         self.page_size, self.num_steps, self.device = page_size, num_steps, device
-        self.chain = chain_bits(tail, device)
+        self.chain = chain  # [tail, words] int64: ancestor bits of a chain
         self.observer: RoundObserver | None = None  # debug.trace listens here
 
     @torch.inference_mode()

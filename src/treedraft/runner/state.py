@@ -35,7 +35,8 @@ class DeviceState:
 
         def zeros(name: str, dtype: torch.dtype, **columns: int) -> Tensor:
             formula = " * ".join(("(max_batch + 1)", *columns))
-            return buffers.allocate(f"state.{name}", "index", (num_slots + 1, *columns.values()), dtype, formula=formula)
+            shape = (num_slots + 1, *columns.values())
+            return buffers.allocate(f"state.{name}", "index", shape, dtype, formula=formula)
 
         self.device = buffers.device
         self.dummy_slot = num_slots
