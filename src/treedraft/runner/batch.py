@@ -81,11 +81,25 @@ def pack_decode(
 ) -> DecodeBatch:
     """Gather the running sequences' device state. Reads no length on the host."""
     slots, node_limits = to_device([[r.slot for r in rows], [r.node_limit for r in rows]], torch.int64, state.device)
+    max_kv_len = max(r.max_kv_len for r in rows)
+    return gather_decode(slots, node_limits, max_kv_len, state, pages, page_size, attention, chain)
+
+
+def gather_decode(
+    slots: Tensor,
+    node_limits: Tensor,
+    max_kv_len: int,
+    state: DeviceState,
+    pages: PageTable,
+    page_size: int,
+    attention: TreeAttention,
+    chain: Tensor,
+) -> DecodeBatch:
+    """Gather the device state of slots [B] int64, with their node limits [B] int64. Device work only."""
     kv_lens = state.kv_lens[slots]
     page_table = pages.rows(slots)
     tail_positions = kv_lens[:, None] + torch.arange(len(chain), device=state.device)
     tail_slots = slots_of(page_table, tail_positions, page_size)
-    max_kv_len = max(r.max_kv_len for r in rows)
     return DecodeBatch(
         slots=slots,
         kv_lens=kv_lens,
