@@ -60,6 +60,7 @@ def max_logical_len(max_context: int, speculative: SpeculativeConfig | None, max
     return max_context + max_pending * path + speculative_tail(speculative)
 
 
+CUDA_GRAPHS = ("auto", "on", "off", "eager")
 DTYPES = ("auto", "float64", "float32", "bfloat16")
 
 
@@ -80,12 +81,16 @@ class EngineConfig:
     mem_fraction_static: float = 0.85  # share of a GPU's memory for weights, workspaces and pools together
     speculative: SpeculativeConfig | None = SpeculativeConfig()
     max_pending: int = 0  # rounds launched before the first is read; "auto" on a GPU is 1
+    cuda_graph: str = "auto"  # "on": rounds are replayed graphs; "eager": on the same static buffers, without capture;
+    # "auto": off on the CPU; on a GPU on, unless the attention backend plans on the host
     seed: int = 0  # requests without a seed of their own derive one from this
 
     def check(self) -> None:
         """Raise ConfigError for a value outside its range."""
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        if self.cuda_graph not in CUDA_GRAPHS:
+            raise ConfigError(f"cuda_graph must be one of {', '.join(CUDA_GRAPHS)}; got {self.cuda_graph!r}")
         for name, low in (("page_size", 1), ("max_batch", 1), ("max_pending", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -109,7 +114,10 @@ class EngineConfig:
             raise ConfigError(f"device {device!r} was asked for, but torch sees no GPU; use --device cpu")
         if device.split(":")[0] not in ("cpu", "cuda"):
             raise ConfigError(f"device must be auto, cpu or cuda; got {device!r}")
+        if self.cuda_graph == "on" and device == "cpu":
+            raise ConfigError('cuda_graph "on" needs a GPU; on the CPU use "off", or "eager" for its static buffers')
+        cuda_graph = "off" if self.cuda_graph == "auto" and device == "cpu" else self.cuda_graph
         dtype = self.dtype
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
-        return replace(self, device=device, dtype=dtype)
+        return replace(self, device=device, dtype=dtype, cuda_graph=cuda_graph)

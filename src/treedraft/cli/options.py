@@ -82,6 +82,20 @@ class EngineOptions:
             rich_help_panel=_MODEL,
         ),
     ] = 0.85
+    cuda_graph: Annotated[
+        str,
+        typer.Option(
+            help="auto, on, off, or eager: rounds as replayed CUDA graphs. auto: on a GPU, unless the attention backend "
+            "plans on the host; eager: on a graph's static buffers, without capture.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    disable_cuda_graph: Annotated[
+        bool,
+        typer.Option(
+            "--disable-cuda-graph", "--enforce-eager", help="The same as --cuda-graph off.", rich_help_panel=_MODEL
+        ),
+    ] = False
     seed: Annotated[
         int,
         typer.Option(help="Seed of the sampling noise: same seed, same text.", rich_help_panel=_SAMPLING),
@@ -95,7 +109,10 @@ class EngineOptions:
 
     def as_arguments(self) -> dict[str, Any]:
         """The arguments of `LLM`, all but `speculative`."""
-        arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kv_memory"}
+        not_taken = ("kv_memory", "disable_cuda_graph")
+        arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in not_taken}
+        if self.disable_cuda_graph:
+            arguments["cuda_graph"] = "off"
         arguments["kv_memory_bytes"] = None if self.kv_memory is None else parse_bytes(self.kv_memory)
         return arguments
 

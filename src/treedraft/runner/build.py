@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from treedraft.models.config import ModelConfig
 from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, load_head
 from treedraft.models.registry import load_model
 from treedraft.runner.drafter import EagleDrafter, chain_bits
+from treedraft.runner.graphs import init_graph_state
 from treedraft.runner.round import Target
 from treedraft.runner.runner import Runner
 from treedraft.runner.state import DeviceState
@@ -143,7 +145,8 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
             f"the KV memory holds {num_pages} pages of {bytes_per_page} bytes; {NUM_RESERVED_PAGES} are reserved and "
             "at least one more is needed: raise kv_memory_bytes or mem_fraction_static"
         )
-    memory = allocate(layout, head_config, num_pages, Buffers(device) if buffers is None else buffers)
+    buffers = Buffers(device) if buffers is None else buffers
+    memory = allocate(layout, head_config, num_pages, buffers)
     attention = TorchTreeAttention()
     target = Target(model, attention, memory.target_pool, head.taps if head is not None else ())
     drafter = None
@@ -159,7 +162,47 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
         f"KV: {num_usable} pages of {config.page_size} tokens ({num_usable * bytes_per_page / 2**20:.1f} MiB), "
         f"{bytes_per_page // config.page_size} bytes a token"
     )
-    return Built(runner, kv, config, layout.model.vocab_size, layout.model.eos_token_ids, (*layout.notes, note), sizes)
+    config, graph_notes = init_graphs(runner, config, buffers)
+    notes = (*layout.notes, note, *graph_notes)
+    return Built(runner, kv, config, layout.model.vocab_size, layout.model.eos_token_ids, notes, sizes)
+
+
+def init_graphs(runner: Runner, config: EngineConfig, buffers: Buffers) -> tuple[EngineConfig, tuple[str, ...]]:
+    """Give the runner its rounds on static buffers, as the configuration asks. Returns it without "auto", and notes.
+
+    Call it again after a part of the runner (drafter, backend) was replaced: captured rounds keep the old one.
+    """
+    backends = {id(a): a for a in (runner.target.attention, getattr(runner.drafter, "attention", None)) if a}
+    host_planned = [a for a in backends.values() if getattr(a, "plans_on_host", False)]
+    notes: list[str] = []
+    cuda_graph = config.cuda_graph
+    if cuda_graph == "auto":
+        cuda_graph = "off" if host_planned else "on"
+    if host_planned:
+        how = "one CUDA graph a forward" if cuda_graph == "on" else "no CUDA graphs"
+        notes.append(f"the attention backend's plan reads lengths on the host: {how}, no overlap of rounds")
+        config = replace(config, max_pending=0)
+    config = replace(config, cuda_graph=cuda_graph)
+    if cuda_graph == "off":
+        return config, tuple(notes)
+    started_s = time.perf_counter()
+    runner.graphs = init_graph_state(
+        max_batch=config.max_batch,
+        max_kv_len=runner.pages.width * config.page_size - len(runner.chain),
+        run_round=runner.run_round,
+        state=runner.state,
+        pages=runner.pages,
+        page_size=config.page_size,
+        chain=runner.chain,
+        attention=runner.target.attention,
+        buffers=buffers,
+        replay="capture" if cuda_graph == "on" else "eager",
+        host_planned=host_planned,
+    )
+    if cuda_graph == "on":
+        buckets = ", ".join(map(str, runner.graphs.buckets))
+        notes.append(f"CUDA graphs: batches of {buckets}, captured in {time.perf_counter() - started_s:.1f} s")
+    return config, tuple(notes)
 
 
 def _max_context(asked: int | None, limit: int) -> int:

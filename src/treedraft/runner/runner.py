@@ -11,8 +11,10 @@ from torch import Tensor
 from treedraft.kv.page_table import PageTable
 from treedraft.runner.batch import DecodeBatch, pack_decode, pack_prefill
 from treedraft.runner.drafter import Drafter
+from treedraft.runner.graphs import GraphState
 from treedraft.runner.round import RoundTensors, Target, run_prefill, run_round
 from treedraft.runner.state import DeviceState
+from treedraft.speculative.sampling import SamplingRows
 from treedraft.types import DecodeRow, PrefillRow, RowResult, SamplingParams, StepPlan, StepResult
 
 RoundObserver = Callable[[tuple[DecodeRow, ...], DecodeBatch, RoundTensors], None]
@@ -54,6 +56,7 @@ class Runner:
         self.target, self.drafter, self.state, self.pages = target, drafter, state, pages
         self.page_size, self.num_steps, self.device = page_size, num_steps, device
         self.chain = chain  # [tail, words] int64: ancestor bits of a chain
+        self.graphs: GraphState | None = None  # rounds on static buffers, see runner.graphs; None: made anew each time
         self.observer: RoundObserver | None = None  # debug.trace listens here
 
     @torch.inference_mode()
@@ -81,10 +84,16 @@ class Runner:
         result = run_prefill(batch, sampling, self.target, self.drafter, self.state)
         return self._copy_out(rows, result, is_round=False)
 
+    def run_round(self, batch: DecodeBatch, rows: SamplingRows) -> RoundTensors:
+        """Run one round of a packed batch."""
+        return run_round(batch, rows, self.target, self.drafter, self.state, self.num_steps)
+
     def _launch_round(self, rows: tuple[DecodeRow, ...]) -> HostCopy:
-        batch = pack_decode(rows, self.state, self.pages, self.page_size, self.target.attention, self.chain)
-        sampling = self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows))
-        result = run_round(batch, sampling, self.target, self.drafter, self.state, self.num_steps)
+        if self.graphs is not None:
+            batch, result = self.graphs.run(rows)
+        else:
+            batch = pack_decode(rows, self.state, self.pages, self.page_size, self.target.attention, self.chain)
+            result = self.run_round(batch, self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows)))
         if self.observer is not None:
             self.observer(rows, batch, result)
         return self._copy_out(rows, result, is_round=True)

@@ -1,0 +1,286 @@
+"""Rounds on static buffers, one program for each batch bucket: captured once as CUDA graphs and replayed, or run as is.
+
+A bucket holds a fixed number of rows. The batch fills the first of them; the others, padded, work on the dummy slot,
+which owns no page, has nothing committed and whose tree is its root alone:
+
+    bucket of 4, batch of 3:    slot 5 | slot 0 | slot 2 | dummy
+
+Before a replay the host writes the bucket's inputs, every row of them, in one copy. All else is gathered from the
+device's state by the program itself. After it, the first rows of the shared outputs hold the result, until the next
+replay of any bucket.
+
+A backend whose plan reads lengths on the host cannot be inside a graph. Its plans are seams: the round becomes a list of
+graphs with host work between them, one graph a forward, and the host waits for the device at each.
+
+    one graph:     | draft 1 | draft 2 | ... | verify, sample, walk, commit, extend |
+    with seams:    | draft 1 | plan | draft 2 | plan | ... | plan | verify, ... | plan | extend |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from treedraft.attention.base import TreeAttention
+from treedraft.errors import ConfigError, InvariantError
+from treedraft.kv.buffers import Buffers
+from treedraft.kv.page_table import PageTable
+from treedraft.runner.batch import DecodeBatch, gather_decode
+from treedraft.runner.round import RoundTensors
+from treedraft.runner.state import TABLE_STAGES, DeviceState, stages_of
+from treedraft.speculative.sampling import STAGES, SamplingRows
+from treedraft.types import DecodeRow
+
+Replay = Literal["capture", "eager"]
+RunRound = Callable[[DecodeBatch, SamplingRows], RoundTensors]
+
+# Sampling stages of each captured program; a batch runs the first that has all of its own. A stage that no row uses
+# changes no token, but costs its kernels.
+VARIANTS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"noise"}), STAGES)
+WARM_UP_ROUNDS = 2  # compile kernels, make handles and workspaces, before a capture
+
+
+def bucket_sizes(max_batch: int) -> tuple[int, ...]:
+    """Batch sizes that get a program, ascending: powers of two, from 8 on also one between each two, and max_batch."""
+    sizes = {1 << i for i in range(max_batch.bit_length())} | {3 << i for i in range(2, max_batch.bit_length())}
+    return tuple(sorted({size for size in sizes if size < max_batch} | {max_batch}))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A round of one bucket and one set of stages."""
+
+    inputs: Tensor  # [2 + len(TABLE_STAGES), bucket] int64: slots, node limits, rows that use each table stage
+    stages: frozenset[str]
+    steps: tuple[Callable[[], object], ...]  # graphs to replay, host work between them; without capture the round
+    batch: DecodeBatch | None  # the captured round's, without its prefix plan; None: without capture
+
+
+class GraphState:
+    """The programs of all buckets. Made by `init_graph_state`."""
+
+    def __init__(
+        self,
+        run_round: RunRound,
+        state: DeviceState,
+        pages: PageTable,
+        page_size: int,
+        chain: Tensor,
+        attention: TreeAttention,
+        buffers: Buffers,
+        max_kv_len: int,
+        replay: Replay,
+    ) -> None:
+        self.run_round, self.state, self.pages, self.page_size = run_round, state, pages, page_size
+        self.chain, self.attention, self.buffers = chain, attention, buffers
+        self.max_kv_len, self.replay = max_kv_len, replay
+        self.programs: dict[tuple[int, frozenset[str]], Program] = {}
+        self.outputs: RoundTensors | None = None
+        self._eager_batch: DecodeBatch | None = None
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Batch sizes that have a program, ascending."""
+        return tuple(sorted({bucket for bucket, _ in self.programs}))
+
+    def run(self, rows: tuple[DecodeRow, ...]) -> tuple[DecodeBatch, RoundTensors]:
+        """Run a round for these rows. What is returned holds until the next call. Syncs only with seams."""
+        program = self.pick(len(rows), stages_of(tuple(r.sampling for r in rows)))
+        self.write_inputs(program, rows)
+        for step in program.steps:
+            step()
+        batch = self._eager_batch if program.batch is None else program.batch
+        assert batch is not None and self.outputs is not None
+        return first_rows(batch, len(rows)), first_rows(self.outputs, len(rows))
+
+    def pick(self, batch_size: int, stages: frozenset[str]) -> Program:
+        """Return the smallest program that holds the batch and has its stages. Raise InvariantError if none does."""
+        fitting = [(bucket, len(has), has) for bucket, has in self.programs if bucket >= batch_size and has >= stages]
+        if not fitting:
+            raise InvariantError(
+                f"no program holds a batch of {batch_size} with the stages {sorted(stages)}; buckets {self.buckets}"
+            )
+        bucket, _, has = min(fitting, key=lambda entry: entry[:2])
+        return self.programs[bucket, has]
+
+    def write_inputs(self, program: Program, rows: tuple[DecodeRow, ...]) -> None:
+        """Copy the host's integers of every row of the bucket, padded ones included: nothing of a past batch stays."""
+        num_padded = program.inputs.shape[1] - len(rows)
+        of_stage = [stages_of((r.sampling,)) for r in rows]
+        values = [
+            [r.slot for r in rows] + [self.state.dummy_slot] * num_padded,
+            [r.node_limit for r in rows] + [1] * num_padded,
+            *([int(stage in own) for own in of_stage] + [0] * num_padded for stage in TABLE_STAGES),
+        ]
+        staged = torch.tensor(values, dtype=torch.int64)
+        if program.inputs.is_cuda:
+            staged = staged.pin_memory()
+        program.inputs.copy_(staged, non_blocking=True)
+
+    def round(self, inputs: Tensor, stages: frozenset[str]) -> DecodeBatch:
+        """Run one round on a bucket's inputs and leave its result in the outputs. Device work only, but for seams."""
+        self.state.reset_dummy()
+        slots, node_limits, *uses = inputs.unbind()
+        batch = gather_decode(
+            slots, node_limits, self.max_kv_len, self.state, self.pages, self.page_size, self.attention, self.chain
+        )
+        rows = self.state.gather_sampling(
+            slots, stages, {stage: used.bool() for stage, used in zip(TABLE_STAGES, uses, strict=True)}
+        )
+        result = self.run_round(batch, rows)
+        if self.outputs is None:  # the largest bucket comes first
+            self.outputs = allocate_like(result, "graph.output", self.buffers)
+        copy_rows(result, self.outputs)
+        return replace(batch, prefix=None)
+
+    def run_eagerly(self, inputs: Tensor, stages: frozenset[str]) -> None:
+        """The one step of a program that is not captured."""
+        self._eager_batch = self.round(inputs, stages)
+
+
+@torch.inference_mode()
+def init_graph_state(
+    max_batch: int,
+    max_kv_len: int,
+    run_round: RunRound,
+    state: DeviceState,
+    pages: PageTable,
+    page_size: int,
+    chain: Tensor,
+    attention: TreeAttention,
+    buffers: Buffers,
+    replay: Replay,
+    host_planned: Iterable[Any] = (),
+    variants: tuple[frozenset[str], ...] = VARIANTS,
+) -> GraphState:
+    """Make the programs of every bucket up to max_batch, the largest first, all graphs in one memory pool.
+
+    max_kv_len: the width of every program, in committed positions: no sequence may be longer. host_planned: backends
+    whose plan reads lengths on the host; each has an attribute `at_host` that this module sets while it captures.
+    Works on the dummy slot and the trash page alone: whatever sequences own is unchanged. Syncs.
+    """
+    if max_kv_len // page_size >= pages.width:
+        raise ConfigError(
+            f"a graph over max_kv_len {max_kv_len} needs {max_kv_len // page_size + 1} pages of {page_size} tokens in "
+            f"a page-table row, which has {pages.width}; lower max_context or widen the row"
+        )
+    graphs = GraphState(run_round, state, pages, page_size, chain, attention, buffers, max_kv_len, replay)
+    pool = torch.cuda.graph_pool_handle() if replay == "capture" else None
+    for bucket in reversed(bucket_sizes(max_batch)):
+        inputs = buffers.allocate(
+            f"graph.inputs.{bucket}",
+            "graph",
+            (2 + len(TABLE_STAGES), bucket),
+            torch.int64,
+            formula="(2 + table_stages) * bucket",
+        )
+        for stages in reversed(variants):
+            program = Program(inputs, stages, (lambda i=inputs, s=stages: graphs.run_eagerly(i, s),), None)  # type: ignore[misc]
+            graphs.write_inputs(program, ())
+            if replay == "capture":
+                program = _capture(graphs, inputs, stages, pool, tuple(host_planned))
+            elif graphs.outputs is None:
+                graphs.round(inputs, stages)  # allocates the outputs
+            graphs.programs[bucket, stages] = program
+    return graphs
+
+
+def _capture(
+    graphs: GraphState, inputs: Tensor, stages: frozenset[str], pool: Any, host_planned: tuple[Any, ...]
+) -> Program:
+    """Record a round whose rows are all padded. Syncs."""
+    stream = torch.cuda.Stream(inputs.device)
+    stream.wait_stream(torch.cuda.current_stream(inputs.device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_ROUNDS):
+            graphs.round(inputs, stages)
+        torch.cuda.synchronize(inputs.device)
+        recording = _Recording(pool)
+        try:
+            for backend in host_planned:
+                backend.at_host = recording.cut
+            recording.begin()
+            batch = graphs.round(inputs, stages)
+            recording.end()
+        except BaseException:
+            with suppress(RuntimeError):
+                recording.graph.capture_end()
+            raise
+        finally:
+            for backend in host_planned:
+                backend.at_host = run_now
+    torch.cuda.current_stream(inputs.device).wait_stream(stream)
+    torch.cuda.synchronize(inputs.device)
+    return Program(inputs, stages, tuple(recording.steps), batch)
+
+
+def run_now(host_step: Callable[[], None]) -> None:
+    """What a backend's `at_host` is outside a capture."""
+    host_step()
+
+
+class _Recording:
+    """A round as a list of steps, while it is captured."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.steps: list[Callable[[], object]] = []
+        self.graph = torch.cuda.CUDAGraph()
+
+    def begin(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.capture_begin(pool=self.pool)
+
+    def end(self) -> None:
+        self.graph.capture_end()
+        self.steps.append(self.graph.replay)
+
+    def cut(self, host_step: Callable[[], None]) -> None:
+        """End the graph, let it compute what the host step reads, take that step, and go on in a new graph."""
+        self.end()
+        self.graph.replay()
+        host_step()
+        self.steps.append(host_step)
+        self.begin()
+
+
+# ------------------------------------------------------------------ dataclasses of tensors, row by row
+
+_T = TypeVar("_T")
+_WHOLE = frozenset({"chain"})  # fields whose first dimension is not the batch
+
+
+def first_rows(value: _T, num_rows: int) -> _T:
+    """Return views of the first rows of every tensor in a dataclass, nested ones included; what has no rows stays."""
+    if isinstance(value, Tensor):
+        return value[:num_rows] if value.dim() else value  # type: ignore[return-value]
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in _WHOLE}
+        return replace(value, **{name: first_rows(part, num_rows) for name, part in parts.items()})  # type: ignore[return-value]
+    return value
+
+
+def allocate_like(value: _T, name: str, buffers: Buffers) -> _T:
+    """Return the same dataclass with fresh named buffers in place of its tensors."""
+    if isinstance(value, Tensor):
+        kind: Literal["logits", "graph"] = "logits" if name.endswith("logits") else "graph"
+        formula = " * ".join(("max_batch", "num_draft_tokens", "columns")[: value.dim()])
+        return buffers.allocate(name, kind, value.shape, value.dtype, formula=formula)  # type: ignore[return-value]
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: allocate_like(getattr(value, f.name), f"{name}.{f.name}", buffers) for f in fields(value)}
+        return replace(value, **parts)  # type: ignore[return-value]
+    return value
+
+
+def copy_rows(source: Any, target: Any) -> None:
+    """Copy every tensor of a dataclass over the first rows of the same one in `target`."""
+    if isinstance(source, Tensor):
+        (target[: len(source)] if source.dim() else target).copy_(source)
+    elif is_dataclass(source):
+        for f in fields(source):
+            copy_rows(getattr(source, f.name), getattr(target, f.name))
