@@ -220,5 +220,5 @@ def test_plan_without_room_for_a_tree_in_the_row_raises(target):
 
 
 def test_make_backend_unknown_name_raises():
-    with pytest.raises(ConfigError, match="reference"):
+    with pytest.raises(ConfigError, match="packed-torch"):
         make_backend("flashfire")

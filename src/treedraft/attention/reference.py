@@ -50,12 +50,7 @@ class TorchTreeAttention:
         self, page_table: Tensor, kv_lens: Tensor, max_kv_len: int, tail_slots: Tensor, page_size: int
     ) -> TorchPrefixPlan:
         """See base.TreeAttention.plan_prefix."""
-        num_pages = max_kv_len // page_size + 1  # covers column max_kv_len too
-        if num_pages > page_table.shape[1]:
-            raise InvariantError(
-                f"a page-table row of {page_table.shape[1]} pages x page_size {page_size} has no room for a tree "
-                f"behind max_kv_len {max_kv_len}"
-            )
+        num_pages = check_room(page_table, max_kv_len, page_size)
         device = page_table.device
         first = page_table[:, :num_pages, None] * page_size  # int32 holds every slot: see LatentPool
         slots = (first + torch.arange(page_size, device=device)).flatten(1)
@@ -83,6 +78,12 @@ class TorchTreeAttention:
         prefix = self.plan_prefix(rows.page_table, rows.kv_lens, rows.max_kv_len, tail_slots, page_size)
         return self.plan_tree(prefix, rows.ancestor_bits, rows.tree_len)
 
+    def overflow(self, prefix: TorchPrefixPlan) -> None:
+        """See base.TreeAttention.overflow: there are no lists."""
+
+    def check_fits(self, batch: int, sum_kv_lens: int) -> None:
+        """See base.TreeAttention.check_fits: there are no lists."""
+
     def run_mla(self, plan: TorchPlan, kv: Tensor, q: Tensor, v_width: int, scale: float) -> Tensor:
         """See base.TreeAttention.run_mla."""
         k = _gather(kv, plan.slots)
@@ -107,6 +108,17 @@ class TorchTreeAttention:
         scores = torch.einsum("brkgd,bckd->bkgrc", grouped, keys) * scale + plan.mask[:, None, None]
         out = torch.einsum("bkgrc,bckd->brkgd", scores.softmax(-1), values)
         return out.reshape(batch, num_rows, num_heads, -1).to(q.dtype)
+
+
+def check_room(page_table: Tensor, max_kv_len: int, page_size: int) -> int:
+    """Return the pages that cover logical positions 0..max_kv_len. Raise InvariantError when a row holds fewer."""
+    num_pages = max_kv_len // page_size + 1
+    if num_pages > page_table.shape[1]:
+        raise InvariantError(
+            f"a page-table row of {page_table.shape[1]} pages x page_size {page_size} has no room for a tree "
+            f"behind max_kv_len {max_kv_len}"
+        )
+    return num_pages
 
 
 def unpack_bits(ancestor_bits: Tensor, num_bits: int) -> Tensor:
