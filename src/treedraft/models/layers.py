@@ -7,7 +7,7 @@ dimensions [a, b, c] is stored as the matrix [a * b, c].
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -53,9 +53,13 @@ class Matrix:
 
     def pack(self) -> None:
         """Make the copy, once the weight is final; without effect where it would not serve."""
-        is_served = self.weight.device.type == "cpu" and self.weight.dtype != torch.float64
-        if is_served and self.weight.numel() >= PACKED_SIZE and torch.backends.mkldnn.is_available():
+        if self.packed_bytes(self.weight.device.type):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach().float(), PACKED_ROWS)
+
+    def packed_bytes(self, device_type: str) -> int:
+        """Bytes of the copy that `pack` makes on such a device; 0 where it would not serve."""
+        is_served = device_type == "cpu" and self.weight.dtype != torch.float64 and torch.backends.mkldnn.is_available()
+        return self.weight.numel() * 4 if is_served and self.weight.numel() >= PACKED_SIZE else 0
 
     def linear(self, x: Tensor) -> Tensor:
         """Return [..., in] -> [..., out] in x's dtype."""
@@ -80,6 +84,14 @@ def pack_matrices(model: nn.Module) -> None:
         for value in vars(module).values():
             if isinstance(value, Matrix):
                 value.pack()
+
+
+def packed_bytes(models: Iterable[nn.Module], device_type: str) -> int:
+    """Bytes of the copies that `pack_matrices` makes of the models on such a device. They may be on the meta device."""
+    modules = [module for model in models for module in model.modules()]
+    matrices = {id(value): value for module in modules for value in vars(module).values() if isinstance(value, Matrix)}
+    own = [getattr(module, "packed_bytes") for module in modules if hasattr(module, "packed_bytes")]  # noqa: B009
+    return sum(matrix.packed_bytes(device_type) for matrix in matrices.values()) + sum(f(device_type) for f in own)
 
 
 class RMSNorm(nn.Module):

@@ -179,6 +179,11 @@ class MoE(nn.Module):
         if all(m.packed is not None for m in matrices):
             self.packed = matrices
 
+    def packed_bytes(self, device_type: str) -> int:
+        """Bytes that `pack` takes for good: both copies, and the transposed matrix that one was made from."""
+        sizes = [Matrix(x).packed_bytes(device_type) for x in (self.gate_up, self.down)]
+        return 2 * sizes[0] + sizes[1] if self.gate_up.dtype == torch.float32 and all(sizes) else 0
+
     def grouped(self, x: Tensor, routing: Routing) -> Tensor:
         """Run each expert on the rows that chose it. x: [T, H]. Syncs."""
         num_experts, k = self.config.num_experts, self.config.num_experts_per_tok

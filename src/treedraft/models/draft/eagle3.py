@@ -224,6 +224,11 @@ def target_tables(target: DeepseekModel) -> TargetTables:
     return TargetTables(target.embedding, target.vocab)
 
 
+def read_head_config(folder: Path, target: ModelConfig) -> Eagle3Config:
+    """Read the configuration of a folder's head. Raises ConfigError, CheckpointError."""
+    return Eagle3Config.from_hf(read_config(folder), target, frozenset(shards(folder)))
+
+
 def load_head(
     folder: Path,
     target: DeepseekModel,
@@ -231,7 +236,7 @@ def load_head(
     device: torch.device | str = "cpu",
 ) -> Eagle3MlaHead:
     """Build the head of a folder for this target (same positions) and fill it. Raises ConfigError, CheckpointError."""
-    config = Eagle3Config.from_hf(read_config(folder), target.config, frozenset(shards(folder)))
+    config = read_head_config(folder, target.config)
     head = Eagle3MlaHead(config, target_tables(target), target.rope.max_positions, dtype, device)
     load_weights(head.checkpoint(), folder)
     pack_matrices(head)
