@@ -22,6 +22,7 @@ BELOW_LLM = BOTTOM | DEVICE | HOST_KV | {"engine", "runner", "models", "attentio
 # layer -> what its modules may import, beside themselves. A layer is a package or a module of src/treedraft.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "_patcher": set(),  # loaded by its path, before anything else
     "types": {"errors"},
     "config": {"errors"},
     "kv": {"errors", "types", "kv.allocator"},
@@ -32,13 +33,13 @@ ALLOWED: dict[str, set[str]] = {
     "attention": {"errors", "types", "kv", "kv.allocator", "kernels"},
     "engine": {"errors", "types", "config"} | HOST_KV,  # nothing of the device
     "runner": BOTTOM | DEVICE | HOST_KV | {"models", "attention"},  # never a Request
-    "llm": BELOW_LLM,
-    "debug": BELOW_LLM | {"llm", "bench"},
+    "llm": BELOW_LLM | {"_patcher"},
+    "debug": BELOW_LLM | {"llm", "bench", "_patcher"},
     "bench": BELOW_LLM | {"llm", "debug"},
     "demo": BELOW_LLM | {"llm", "debug", "bench"},
     "train": BELOW_LLM,
     "server": BELOW_LLM | {"llm"},
-    "cli": BELOW_LLM | {"llm", "debug", "bench", "server", "train", "demo", "__init__"},
+    "cli": BELOW_LLM | {"llm", "debug", "bench", "server", "train", "demo", "__init__", "_patcher"},
     "__main__": {"cli"},
     "__init__": set(),  # names, resolved when first used
 }

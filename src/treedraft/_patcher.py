@@ -327,6 +327,13 @@ def in_force() -> InForce:
     return InForce(found.ids, found.digest, found.folder)
 
 
+def package_root() -> str:
+    """Return the folder of the package as it is installed, whatever this process runs."""
+    file = sys.modules["treedraft"].__file__
+    assert file is not None
+    return os.path.dirname(os.path.abspath(file))
+
+
 def require_same(digests: Mapping[str, str]) -> None:
     """Raise ToggleError unless all processes of an engine, by name, run without the same fixes (`InForce.digest`)."""
     if len(set(digests.values())) > 1:

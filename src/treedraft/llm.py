@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from treedraft._patcher import in_force
 from treedraft.config import EngineConfig, SpeculativeConfig
 from treedraft.engine.engine import Engine
 from treedraft.engine.request import Request, metrics_of
@@ -131,8 +132,15 @@ class LLM:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def info(self) -> dict[str, Any]:
-        """What was decided at start."""
-        return {"config": self.config, "notes": list(self.notes), "bytes": dict(self._sizes)}
+        """What was decided at start. `revert_digest` is the same in processes that run the same reverted code."""
+        reverted = in_force()
+        return {
+            "config": self.config,
+            "notes": list(self.notes),
+            "bytes": dict(self._sizes),
+            "reverted_fixes": list(reverted.ids),
+            "revert_digest": reverted.digest,
+        }
 
     # ------------------------------------------------------------------ parts
 

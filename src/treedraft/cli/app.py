@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from treedraft import __version__
-from treedraft.cli import bench, check, demo, explain, generate
+from treedraft.cli import bench, check, demo, explain, generate, toggles
 from treedraft.errors import TreedraftError
 
 
@@ -54,6 +54,7 @@ app.command("check")(check.check)
 app.command("explain")(explain.explain)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
+app.add_typer(toggles.app, name="toggles")
 
 
 def main() -> None:
