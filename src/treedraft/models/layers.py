@@ -29,9 +29,15 @@ def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) ->
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for x's device; the meta device has none."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in at least float32: bfloat16 logits would tie. x: [..., H], weight: [V, H]."""
-    if torch.is_autocast_enabled(x.device.type) or x.dtype in WIDE:
+    if is_autocast(x) or x.dtype in WIDE:
         return at_least_float32(F.linear(x, weight))
     if x.is_cuda:
         return torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treedraft.models.config import MoeConfig
-from treedraft.models.layers import Matrix, NamedViews, at_least_float32, empty_weight
+from treedraft.models.layers import Matrix, NamedViews, at_least_float32, empty_weight, is_autocast
 
 
 class Routing(NamedTuple):
@@ -39,7 +39,7 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return [T, E] in at least float32, under autocast too: two experts' gap is often below bfloat16's step."""
-        if torch.is_autocast_enabled(x.device.type):
+        if is_autocast(x):
             with torch.autocast(x.device.type, enabled=False):
                 return F.linear(at_least_float32(x), at_least_float32(self.weight))
         return F.linear(at_least_float32(x), at_least_float32(self.weight))

@@ -18,6 +18,7 @@ from treedraft.kv.manager import KVManager
 from treedraft.kv.page_table import PageTable
 from treedraft.kv.pool import LatentPool
 from treedraft.models.config import ModelConfig
+from treedraft.models.deepseek import DeepseekModel
 from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, load_head
 from treedraft.models.registry import load_model
 from treedraft.runner.drafter import EagleDrafter, chain_bits
@@ -123,6 +124,22 @@ def allocate(layout: Layout, head: Eagle3Config | None, num_pages: int, buffers:
     return Memory(target_pool, draft_pool, state, pages, chain)
 
 
+def assemble(
+    layout: Layout, model: DeepseekModel, head: Eagle3MlaHead | None, num_pages: int, buffers: Buffers
+) -> Runner:
+    """Allocate all that lasts and join it with the weights. On the meta device it is how memory is budgeted."""
+    config, speculative = layout.config, layout.config.speculative
+    memory = allocate(layout, None if head is None else head.config, num_pages, buffers)
+    attention = TorchTreeAttention()
+    target = Target(model, attention, memory.target_pool, head.taps if head is not None else ())
+    drafter = None
+    if head is not None and speculative is not None and memory.draft_pool is not None:
+        drafter = EagleDrafter(head, attention, memory.draft_pool, memory.state, speculative)
+    num_steps = 0 if speculative is None else speculative.num_steps
+    state, pages = memory.state, memory.pages
+    return Runner(target, drafter, state, pages, config.page_size, memory.chain, num_steps, buffers.device)
+
+
 def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
     """Load the model and its head, size the pools, and join them. `config` must be resolved.
 
@@ -146,16 +163,7 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
             "at least one more is needed: raise kv_memory_bytes or mem_fraction_static"
         )
     buffers = Buffers(device) if buffers is None else buffers
-    memory = allocate(layout, head_config, num_pages, buffers)
-    attention = TorchTreeAttention()
-    target = Target(model, attention, memory.target_pool, head.taps if head is not None else ())
-    drafter = None
-    sizes = {"target KV": memory.target_pool.data.nbytes}
-    if head is not None and speculative is not None and memory.draft_pool is not None:
-        drafter = EagleDrafter(head, attention, memory.draft_pool, memory.state, speculative)
-        sizes["draft KV"] = memory.draft_pool.data.nbytes
-    num_steps = 0 if speculative is None else speculative.num_steps
-    runner = Runner(target, drafter, memory.state, memory.pages, config.page_size, memory.chain, num_steps, device)
+    runner = assemble(layout, model, head, num_pages, buffers)
     kv = KVManager(PageAllocator(num_pages), config.page_size, layout.table_width)
     num_usable = kv.allocator.num_allocatable
     note = (
@@ -164,6 +172,7 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
     )
     config, graph_notes = init_graphs(runner, config, buffers)
     notes = (*layout.notes, note, *graph_notes)
+    sizes = {record.name: record.bytes for record in buffers.records if record.kind == "kv"}
     return Built(runner, kv, config, layout.model.vocab_size, layout.model.eos_token_ids, notes, sizes)
 
 
@@ -196,7 +205,7 @@ def init_graphs(runner: Runner, config: EngineConfig, buffers: Buffers) -> tuple
         chain=runner.chain,
         attention=runner.target.attention,
         buffers=buffers,
-        replay="capture" if cuda_graph == "on" else "eager",
+        replay="capture" if cuda_graph == "on" and runner.device.type == "cuda" else "eager",
         host_planned=host_planned,
     )
     if cuda_graph == "on":
