@@ -83,6 +83,8 @@ class EngineConfig:
     max_pending: int = 0  # rounds launched before the first is read; "auto" on a GPU is 1
     cuda_graph: str = "auto"  # "on": rounds are replayed graphs; "eager": on the same static buffers, without capture;
     # "auto": off on the CPU; on a GPU on, unless the attention backend plans on the host
+    attention_backend: str = "auto"  # verifies and decodes; a name of attention.BACKENDS; "auto": torch
+    draft_attention_backend: str = "auto"  # drafts; "auto": the same as attention_backend
     seed: int = 0  # requests without a seed of their own derive one from this
 
     def check(self) -> None:
@@ -120,4 +122,13 @@ class EngineConfig:
         dtype = self.dtype
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
-        return replace(self, device=device, dtype=dtype, cuda_graph=cuda_graph)
+        attention = "torch" if self.attention_backend == "auto" else self.attention_backend
+        drafting = attention if self.draft_attention_backend == "auto" else self.draft_attention_backend
+        return replace(
+            self,
+            device=device,
+            dtype=dtype,
+            cuda_graph=cuda_graph,
+            attention_backend=attention,
+            draft_attention_backend=drafting,
+        )

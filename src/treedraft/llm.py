@@ -50,6 +50,8 @@ class LLM:
         mem_fraction_static: float = 0.85,
         max_pending: int | None = None,
         cuda_graph: str = "auto",
+        attention_backend: str = "auto",
+        draft_attention_backend: str = "auto",
     ):
         has_cuda = torch.cuda.is_available()
         config = EngineConfig(
@@ -65,6 +67,8 @@ class LLM:
             speculative=speculative,
             max_pending=max_pending if max_pending is not None else int(has_cuda and device != "cpu"),
             cuda_graph=cuda_graph,
+            attention_backend=attention_backend,
+            draft_attention_backend=draft_attention_backend,
             seed=seed,
         ).resolve(has_cuda)
         built = build(config)

@@ -119,6 +119,7 @@ class DecodeRow:
     max_kv_len: int  # upper end of the interval that the host knows for kv_len
     node_limit: int  # nodes of the tree that may be used, root included: as many as its pages hold
     sampling: SamplingParams
+    is_exact: bool = False  # no round is in flight: kv_len is max_kv_len
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,10 @@ class RowResult:
 
 @dataclass(frozen=True)
 class StepResult:
+    """What a collected step produced."""
+
     rows: tuple[RowResult, ...]
+    overflow: str | None = None  # an index list was too small: the step's rounds are void, and this says which, and why
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ def flags_of(*path: str) -> set[str]:
 ENGINE = (
     "--model --model-path --draft --speculative-draft-model-path --device --dtype --page-size --block-size "
     "--max-context --max-model-len --context-length --max-batch --max-running-requests --kv-memory "
-    "--mem-fraction-static --gpu-memory-utilization --seed"
+    "--mem-fraction-static --gpu-memory-utilization --cuda-graph --disable-cuda-graph --enforce-eager "
+    "--attention-backend --draft-attention-backend --speculative-draft-attention-backend --seed"
 ).split()
 TREE = (
     "--speculative-num-steps --speculative-eagle-topk --speculative-num-draft-tokens --shared-noise --no-shared-noise"

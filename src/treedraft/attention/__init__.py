@@ -13,8 +13,7 @@ from treedraft.errors import ConfigError
 
 if TYPE_CHECKING:
     from treedraft.attention.base import TreeAttention
-    from treedraft.attention.packed import RowLimits
-    from treedraft.kv.buffers import Buffers
+    from treedraft.attention.packed import Reserved
 
 AUTO = "torch"  # what "auto" means
 
@@ -59,6 +58,26 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("float64", "float32", "bfloat16"),
         trees="lists",
         index_bits=64,
+    ),
+    "flashinfer": Backend(
+        module="treedraft.attention.flashinfer",
+        class_name="FlashInferAttention",
+        devices=("cuda",),
+        dtypes=("bfloat16",),
+        trees="lists",
+        graph="forward",
+        latent_dims=((512, 64),),
+        index_bits=32,
+    ),
+    "flashinfer-merged": Backend(
+        module="treedraft.attention.flashinfer",
+        class_name="MergedFlashInferAttention",
+        devices=("cuda",),
+        dtypes=("bfloat16",),
+        trees="lists",
+        graph="forward",
+        latent_dims=((512, 64),),
+        index_bits=32,
     ),
 }
 
@@ -117,13 +136,13 @@ def _missing(entry: Backend, needs: Needs) -> list[str]:
     return missing
 
 
-def make_backend(name: str, limits: RowLimits | None = None, memory: Buffers | None = None) -> TreeAttention:
+def make_backend(name: str, reserved: Reserved | None = None) -> TreeAttention:
     """Return a backend by its registered name.
 
-    limits: of the forwards it will plan, memory: where its lists come from, once. Without them a backend that needs
-    lists makes them when it plans. Raise ConfigError for an unknown name, or lists that its kernels cannot address.
+    reserved: the forwards it will plan, and where its lists come from, once. Without it a backend that needs lists
+    makes them when it plans. Raise ConfigError for an unknown name, or lists that its kernels cannot address.
     """
     entry = backend_named(name)
-    arguments = () if entry.index_bits is None else (limits, memory, entry.index_bits)
+    arguments = () if entry.index_bits is None else (reserved, entry.index_bits)
     made: TreeAttention = getattr(import_module(entry.module), entry.class_name)(*arguments)
     return made

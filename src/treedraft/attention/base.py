@@ -23,7 +23,8 @@ class TreeAttention(Protocol):
     """A backend. All that a layer needs is in the plan. Nothing here syncs.
 
     A backend with index lists holds them: a plan is valid until the same object makes the next one, in stream order.
-    So each kind of forward (draft, extension, verification) has its own.
+    So each kind of forward (draft, extension, verification) has its own. Where a list is too small, the forward's rows
+    see nothing, and the overflow record given to the backend says so.
 
     Contract, for every method:
     - What no row may see is never read as a number: freed, trash and stale slots may hold NaN.
@@ -45,13 +46,6 @@ class TreeAttention(Protocol):
 
     def plan(self, rows: TreeRows, page_size: int) -> Plan:
         """Plan one forward by itself: plan_prefix and plan_tree in one."""
-
-    def overflow(self, prefix: PrefixPlan) -> Tensor | None:
-        """Return the round's overflow record [7] int64 (attention.packed.RECORD) on the device.
-
-        Its last number is 0 unless a list of some forward planned over `prefix` was too small; then that forward's rows
-        saw nothing, and the round is void. None: the backend needs no lists.
-        """
 
     def check_fits(self, batch: int, sum_kv_lens: int) -> None:
         """Raise InvariantError when lists of a forward over prefixes of these lengths would not fit. Host integers."""

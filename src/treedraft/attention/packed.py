@@ -56,7 +56,9 @@ class RowLimits:
     rows: int  # query rows of a sequence: topk, num_draft_tokens, ...
     num_steps: int  # levels of the draft tree; 0 without
     max_context: int  # longest committed prefix, growth by rounds in flight included
-    tail: int  # most tree slots that one row names
+    tail: int  # tree slots that one row may name, slack included
+    longest_path: int  # most tree slots that one row names
+    has_prefix: bool = True  # False: another object of the same backend plans the prefixes
 
     @property
     def width(self) -> int:
@@ -86,17 +88,18 @@ class RowLimits:
 
 def draft_limits(max_batch: int, topk: int, num_steps: int, max_context: int) -> RowLimits:
     """Limits of the draft levels: topk rows; the longest path is num_steps - 1, and one step is slack."""
-    return RowLimits("draft", max_batch, topk, num_steps, max_context, tail=num_steps)
+    return RowLimits("draft", max_batch, topk, num_steps, max_context, tail=num_steps, longest_path=num_steps - 1)
 
 
 def extend_limits(max_batch: int, max_path: int, num_steps: int, max_context: int) -> RowLimits:
     """Limits of the draft extension: a chain of max_path rows, of which row r sees r + 1."""
-    return RowLimits("extend", max_batch, max_path, num_steps, max_context, tail=max_path)
+    return RowLimits("extend", max_batch, max_path, num_steps, max_context, tail=max_path, longest_path=max_path)
 
 
 def verify_limits(max_batch: int, num_nodes: int, num_steps: int, max_context: int) -> RowLimits:
     """Limits of the verification, or of plain decode (one node, no steps): paths are at most num_steps + 1 long."""
-    return RowLimits("verify", max_batch, num_nodes, num_steps, max_context, tail=num_steps + 1)
+    longest = min(num_steps, num_nodes - 1) + 1
+    return RowLimits("verify", max_batch, num_nodes, num_steps, max_context, tail=num_steps + 1, longest_path=longest)
 
 
 def check_addressable(width: int, index_bits: int, what: str) -> None:
@@ -140,6 +143,20 @@ def read_overflow(record: Sequence[int]) -> str | None:
 
 
 @dataclass(frozen=True)
+class Reserved:
+    """What a backend with lists is made for."""
+
+    limits: RowLimits
+    memory: Buffers
+    record: Tensor  # [7] int64, see RECORD; shared by all backends of a runner, which clears it before each round
+
+
+def new_record(memory: Buffers) -> Tensor:
+    """Return an overflow record without an overflow."""
+    return memory.allocate("overflow record", "index", (len(RECORD),), torch.int64, formula="numbers of a record")
+
+
+@dataclass(frozen=True)
 class Lists:
     """The slots of some queries, as kernels take them: query i has kv_indices[kv_indptr[i] : kv_indptr[i + 1]]."""
 
@@ -151,12 +168,13 @@ class Lists:
 class IndexLists:
     """kv_indptr and kv_indices of one kind of forward. Allocated once; each `build` overwrites the one before."""
 
-    def __init__(self, limits: RowLimits, part: str, memory: Buffers, backend: str, index_bits: int):
+    def __init__(self, reserved: Reserved, part: str, backend: str, index_bits: int):
         """part: "all" (prefix and path in each row's list), "prefix" (once for a sequence) or "path" (of each row).
 
         Raise ConfigError when index_bits cannot address the lists.
         """
-        self.limits, self.part = limits, part
+        limits, memory = reserved.limits, reserved.memory
+        self.limits, self.part, self.record = limits, part, reserved.record
         self.rows = 1 if part == "prefix" else limits.rows
         self.width = {"all": limits.width, "prefix": limits.prefix_width, "path": limits.path_width}[part]
         name, formula = f"{limits.forward} {part}" if part != "all" else limits.forward, limits.formula(part)
@@ -173,7 +191,7 @@ class IndexLists:
     def check_fits(self, batch: int, sum_kv_lens: int) -> None:
         """Raise InvariantError when a forward of these lengths, with the longest paths, needs more than there is."""
         prefix = 0 if self.part == "path" else self.rows * sum_kv_lens
-        path = 0 if self.part == "prefix" else batch * self.rows * self.limits.tail
+        path = 0 if self.part == "prefix" else batch * self.rows * self.limits.longest_path
         check_fits(self.limits, batch, sum_kv_lens, prefix + path, len(self.kv_indices))
 
     def build(
@@ -185,9 +203,8 @@ class IndexLists:
         tree_len: int,
         max_prefix_len: int,
         page_size: int,
-        record: Tensor,
     ) -> Lists:
-        """Write the lists of a forward; see `build_packed`. record: [7] int64, takes the round's first overflow."""
+        """Write the lists of a forward; see `build_packed`. The first overflow since the record was cleared is kept."""
         batch, rows = ancestor_bits.shape[:2]
         kv_indptr = self.kv_indptr[: batch * rows + 1]
         max_len = max_prefix_len + tree_len
@@ -203,8 +220,8 @@ class IndexLists:
             self.kv_indices,
         )
         numbers = torch.stack((torch.full_like(need, batch), prefix_lens.sum(), need))
-        is_first = (record[-1] == 0) & (need > len(self.kv_indices))
-        record.copy_(torch.where(is_first, torch.cat((self._constants, numbers)), record))
+        is_first = (self.record[-1] == 0) & (need > len(self.kv_indices))
+        self.record.copy_(torch.where(is_first, torch.cat((self._constants, numbers)), self.record))
         return Lists(kv_indptr, self.kv_indices, max_len)
 
 
@@ -291,7 +308,6 @@ class PackedPrefixPlan:
     max_kv_len: int
     tail_slots: Tensor  # [B, tail] int64; the zero slot where a sequence owns no page
     page_size: int
-    overflow: Tensor  # [7] int64, see RECORD: the first forward of the round whose list did not fit
     prefix: Lists | None  # each sequence's prefix once, for backends that merge two passes
 
 
@@ -306,7 +322,6 @@ def plan_prefix(
         max_kv_len=max_kv_len,
         tail_slots=tail_slots * (tail_slots >= NUM_RESERVED_PAGES * page_size),
         page_size=page_size,
-        overflow=torch.zeros(len(RECORD), dtype=torch.int64, device=kv_lens.device),
         prefix=None,
     )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from treedraft.attention import packed
-from treedraft.attention.packed import IndexLists, Lists, PackedPrefixPlan, RowLimits, merge
+from treedraft.attention.packed import IndexLists, Lists, PackedPrefixPlan, Reserved, RowLimits, merge, new_record
 from treedraft.kv.buffers import Buffers
 from treedraft.kv.page_table import slots_of
 from treedraft.types import TreeRows
@@ -42,12 +42,13 @@ class PackedTorchAttention:
     name = "packed-torch"
     parts: tuple[str, ...] = ("all",)  # the lists it needs, see packed.IndexLists
 
-    def __init__(self, limits: RowLimits | None = None, memory: Buffers | None = None, index_bits: int = 64):
-        """limits: of the forwards it will plan, whose lists come from memory once. None: lists are made when planned."""
+    def __init__(self, reserved: Reserved | None = None, index_bits: int = 64):
+        """reserved: the forwards it will plan, whose lists are allocated now. None: lists are made when planned."""
         self._index_bits = index_bits
         self._lists: dict[str, IndexLists] = {}
-        if limits is not None and memory is not None:
-            self._lists = {part: IndexLists(limits, part, memory, self.name, index_bits) for part in self.parts}
+        if reserved is not None:
+            parts = [part for part in self.parts if part != "prefix" or reserved.limits.has_prefix]
+            self._lists = {part: IndexLists(reserved, part, self.name, index_bits) for part in parts}
 
     def plan_prefix(
         self, page_table: Tensor, kv_lens: Tensor, max_kv_len: int, tail_slots: Tensor, page_size: int
@@ -66,10 +67,6 @@ class PackedTorchAttention:
         tail_slots = slots_of(rows.page_table, tail, page_size)
         prefix = self.plan_prefix(rows.page_table, rows.kv_lens, rows.max_kv_len, tail_slots, page_size)
         return self.plan_tree(prefix, rows.ancestor_bits, rows.tree_len)
-
-    def overflow(self, prefix: PackedPrefixPlan) -> Tensor:
-        """See base.TreeAttention.overflow."""
-        return prefix.overflow
 
     def check_fits(self, batch: int, sum_kv_lens: int) -> None:
         """See base.TreeAttention.check_fits."""
@@ -103,8 +100,9 @@ class PackedTorchAttention:
         lists = self._lists.get(part)
         if lists is None:
             batch, rows = ancestor_bits.shape[:2]
-            limits = RowLimits("rows", batch, rows, 0, max_prefix_len, tree_len)
-            lists = IndexLists(limits, part, Buffers(prefix.kv_lens.device), self.name, self._index_bits)
+            limits = RowLimits("rows", batch, rows, 0, max_prefix_len, tail=tree_len, longest_path=tree_len)
+            memory = Buffers(prefix.kv_lens.device)
+            lists = IndexLists(Reserved(limits, memory, new_record(memory)), part, self.name, self._index_bits)
         return lists.build(
             prefix.page_table,
             prefix_lens,
@@ -113,7 +111,6 @@ class PackedTorchAttention:
             tree_len,
             max_prefix_len,
             prefix.page_size,
-            prefix.overflow,
         )
 
 

@@ -78,9 +78,6 @@ class TorchTreeAttention:
         prefix = self.plan_prefix(rows.page_table, rows.kv_lens, rows.max_kv_len, tail_slots, page_size)
         return self.plan_tree(prefix, rows.ancestor_bits, rows.tree_len)
 
-    def overflow(self, prefix: TorchPrefixPlan) -> None:
-        """See base.TreeAttention.overflow: there are no lists."""
-
     def check_fits(self, batch: int, sum_kv_lens: int) -> None:
         """See base.TreeAttention.check_fits: there are no lists."""
 

@@ -96,6 +96,22 @@ class EngineOptions:
             "--disable-cuda-graph", "--enforce-eager", help="The same as --cuda-graph off.", rich_help_panel=_MODEL
         ),
     ] = False
+    attention_backend: Annotated[
+        str,
+        typer.Option(
+            help="Verifies and decodes: torch, packed-torch, packed-torch-merged; auto is torch.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    draft_attention_backend: Annotated[
+        str,
+        typer.Option(
+            "--draft-attention-backend",
+            "--speculative-draft-attention-backend",
+            help="Drafts; auto is the same as --attention-backend.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
     seed: Annotated[
         int,
         typer.Option(help="Seed of the sampling noise: same seed, same text.", rich_help_panel=_SAMPLING),

@@ -100,7 +100,9 @@ class Scheduler:
             if request is None:  # finished or aborted while this round was in flight: a dead round
                 continue
             request.pending -= 1
-            if row.has_nan:
+            if row.is_round and result.overflow is not None:
+                request.finish("error", f"request {request.request_id}: {result.overflow}")
+            elif row.has_nan:
                 where = "a round" if row.is_round else "the prefill"
                 request.finish("error", f"request {request.request_id}: the model's logits held a NaN in {where}")
             else:
@@ -137,6 +139,7 @@ class Scheduler:
             max_kv_len=upper,
             node_limit=max(1, min(self.max_nodes, owned - upper)),
             sampling=request.params,
+            is_exact=rounds_in_flight <= 0,
         )
 
     def _admit(self) -> list[Request]:

@@ -95,7 +95,11 @@ def gather_decode(
     attention: TreeAttention,
     chain: Tensor,
 ) -> DecodeBatch:
-    """Gather the device state of slots [B] int64, with their node limits [B] int64. Device work only."""
+    """Gather the device state of slots [B] int64, with their node limits [B] int64. Device work only.
+
+    A round begins here: the overflow record is cleared before the first list is made.
+    """
+    state.overflow.zero_()
     kv_lens = state.kv_lens[slots]
     page_table = pages.rows(slots)
     tail_positions = kv_lens[:, None] + torch.arange(len(chain), device=state.device)

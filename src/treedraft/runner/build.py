@@ -9,27 +9,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treedraft.attention.reference import TorchTreeAttention
+from treedraft.attention import Needs, check_backend, make_backend
+from treedraft.attention.base import TreeAttention
+from treedraft.attention.packed import Reserved, RowLimits, draft_limits, extend_limits, verify_limits
 from treedraft.config import EngineConfig, max_logical_len, speculative_tail
 from treedraft.errors import ConfigError
 from treedraft.kv.allocator import NUM_RESERVED_PAGES, PageAllocator
-from treedraft.kv.buffers import Buffers
+from treedraft.kv.buffers import BufferRecord, Buffers
 from treedraft.kv.manager import KVManager
 from treedraft.kv.page_table import PageTable
 from treedraft.kv.pool import LatentPool
 from treedraft.models.config import ModelConfig
 from treedraft.models.deepseek import DeepseekModel
-from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, load_head
-from treedraft.models.registry import load_model
+from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, load_head, read_head_config, target_tables
+from treedraft.models.registry import load_model, model_class
 from treedraft.runner.drafter import EagleDrafter, chain_bits
 from treedraft.runner.graphs import init_graph_state
 from treedraft.runner.round import Target
 from treedraft.runner.runner import Runner
 from treedraft.runner.state import DeviceState
-from treedraft.weights.loader import read_config, resolve_folder
+from treedraft.runner.workspace import round_bytes
+from treedraft.weights.loader import CHECKPOINT_FILES, read_config, resolve_folder
 
 DEFAULT_KV_BYTES = 1 << 30  # CPU pools are never larger unless asked for
-GPU_WORKSPACE_BYTES = 1 << 30  # activations of the largest prefill and verify
+GPU_WORKSPACE_BYTES = 1 << 30  # at least this is left for a prefill
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,18 @@ class Built:
     sizes: dict[str, int] = field(default_factory=dict)  # bytes by name
 
 
-def lay_out(config: EngineConfig) -> Layout:
-    """Read the checkpoints' config.json and derive every size that does not depend on free memory."""
+def lay_out(config: EngineConfig, model_files: tuple[str, ...] = CHECKPOINT_FILES) -> Layout:
+    """Read the checkpoints' config.json and derive every size that does not depend on free memory.
+
+    model_files: what of a target on the hub is downloaded.
+    """
     notes: list[str] = []
     draft = config.draft or ("demo" if config.model == "demo" else None)
     speculative = config.speculative
     if speculative is not None and draft is None:
         notes.append(f"no draft head was given for {config.model!r}: generating without speculation (see --draft)")
         speculative = None
-    folder = resolve_folder(config.model)
+    folder = resolve_folder(config.model, files=model_files)
     model = ModelConfig.from_hf(read_config(folder))
     max_context = _max_context(config.max_context, model.max_position_embeddings)
     logical_len = max_logical_len(max_context, speculative, config.max_pending)
@@ -124,17 +130,67 @@ def allocate(layout: Layout, head: Eagle3Config | None, num_pages: int, buffers:
     return Memory(target_pool, draft_pool, state, pages, chain)
 
 
+@dataclass(frozen=True)
+class Backends:
+    """The attention of each kind of forward. Those with index lists have their own."""
+
+    verify: TreeAttention
+    draft: TreeAttention
+    extend: TreeAttention
+
+
+def make_backends(layout: Layout, head: Eagle3Config | None, state: DeviceState, buffers: Buffers) -> Backends:
+    """Make the backends that the configuration names, with lists for its largest batch, longest context and its tree.
+
+    Raise ConfigError when one cannot do what it is asked for.
+    """
+    config, tree = layout.config, layout.config.speculative
+    verifying, drafting = config.attention_backend, config.draft_attention_backend
+    check_backend(verifying, _needs(config, "verify", layout.model, tree is not None and tree.topk > 1))
+    if head is not None and tree is not None:
+        check_backend(drafting, _needs(config, "draft", head, tree.topk > 1))
+    longest = layout.logical_len - layout.tail  # of a committed prefix, rounds in flight included
+
+    def backend(name: str, limits: RowLimits) -> TreeAttention:
+        return make_backend(name, Reserved(limits, buffers, state.overflow))
+
+    if tree is None:
+        plain = backend(verifying, verify_limits(config.max_batch, 1, 0, longest))
+        return Backends(plain, plain, plain)
+    draft = draft_limits(config.max_batch, tree.topk, tree.num_steps, longest)
+    extend = extend_limits(config.max_batch, tree.max_path, tree.num_steps, longest)
+    return Backends(
+        verify=backend(verifying, verify_limits(config.max_batch, tree.num_draft_tokens, tree.num_steps, longest)),
+        draft=backend(drafting, replace(draft, has_prefix=drafting != verifying)),
+        extend=backend(drafting, replace(extend, has_prefix=False)),
+    )
+
+
+def _needs(config: EngineConfig, purpose: str, model: ModelConfig | Eagle3Config, has_trees: bool) -> Needs:
+    return Needs(
+        purpose=purpose,
+        device=torch.device(config.device).type,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        latent_dims=(model.mla.kv_lora_rank, model.mla.qk_rope_head_dim),
+        has_trees=has_trees,
+    )
+
+
 def assemble(
     layout: Layout, model: DeepseekModel, head: Eagle3MlaHead | None, num_pages: int, buffers: Buffers
 ) -> Runner:
     """Allocate all that lasts and join it with the weights. On the meta device it is how memory is budgeted."""
     config, speculative = layout.config, layout.config.speculative
     memory = allocate(layout, None if head is None else head.config, num_pages, buffers)
-    attention = TorchTreeAttention()
-    target = Target(model, attention, memory.target_pool, head.taps if head is not None else ())
+    attend = make_backends(layout, None if head is None else head.config, memory.state, buffers)
+    target = Target(model, attend.verify, memory.target_pool, head.taps if head is not None else ())
     drafter = None
     if head is not None and speculative is not None and memory.draft_pool is not None:
-        drafter = EagleDrafter(head, attention, memory.draft_pool, memory.state, speculative)
+        plans_prefix = config.draft_attention_backend != config.attention_backend
+        drafter = EagleDrafter(
+            head, attend.draft, attend.extend, plans_prefix, memory.draft_pool, memory.state, speculative
+        )
     num_steps = 0 if speculative is None else speculative.num_steps
     state, pages = memory.state, memory.pages
     return Runner(target, drafter, state, pages, config.page_size, memory.chain, num_steps, buffers.device)
@@ -156,7 +212,7 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
     head_config = None if head is None else head.config
 
     bytes_per_page = page_bytes(layout, head_config)
-    num_pages = _num_pages(config, bytes_per_page, pages_wanted(layout), device)
+    num_pages = pages_that_fit(config, bytes_per_page, pages_wanted(layout), _free_bytes(layout, device))
     if num_pages <= NUM_RESERVED_PAGES:
         raise ConfigError(
             f"the KV memory holds {num_pages} pages of {bytes_per_page} bytes; {NUM_RESERVED_PAGES} are reserved and "
@@ -181,7 +237,7 @@ def init_graphs(runner: Runner, config: EngineConfig, buffers: Buffers) -> tuple
 
     Call it again after a part of the runner (drafter, backend) was replaced: captured rounds keep the old one.
     """
-    backends = {id(a): a for a in (runner.target.attention, getattr(runner.drafter, "attention", None)) if a}
+    backends = {id(a): a for a in runner.backends}
     host_planned = [a for a in backends.values() if getattr(a, "plans_on_host", False)]
     notes: list[str] = []
     cuda_graph = config.cuda_graph
@@ -222,11 +278,54 @@ def _max_context(asked: int | None, limit: int) -> int:
     return asked
 
 
-def _num_pages(config: EngineConfig, page_bytes: int, wanted: int, device: torch.device) -> int:
+def pages_that_fit(config: EngineConfig, page_bytes: int, wanted: int, free_bytes: int) -> int:
+    """Pages of the pools: of the memory that was asked for, else as many as are wanted and fit.
+
+    free_bytes: what is left of a GPU's share when all but KV has its own; on a CPU DEFAULT_KV_BYTES counts instead.
+    """
     if config.kv_memory_bytes is not None:
         return config.kv_memory_bytes // page_bytes
-    if device.type == "cpu":
+    if config.device == "cpu":
         return max(NUM_RESERVED_PAGES + 1, min(wanted, DEFAULT_KV_BYTES // page_bytes))
+    return min(wanted, free_bytes // page_bytes)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A runner without memory, and what it would take."""
+
+    model: DeepseekModel  # on the meta device
+    head: Eagle3MlaHead | None
+    records: tuple[BufferRecord, ...]  # every lasting buffer but the weights
+    round_bytes: int  # the most that a round takes at once beside them
+
+    def bytes_besides_kv(self) -> int:
+        """Bytes of all but weights and KV, on a GPU the prefill's reserve included."""
+        lasting = sum(record.bytes for record in self.records if record.kind != "kv")
+        return lasting + max(self.round_bytes, GPU_WORKSPACE_BYTES)
+
+
+def dry_run(layout: Layout, num_pages: int) -> DryRun:
+    """Assemble the runner on the meta device and run one round there. Needs config.json files only."""
+    config, meta = layout.config, torch.device("meta")
+    dtype, buffers = getattr(torch, config.dtype), Buffers(meta)
+    with meta:
+        model = model_class(layout.model.architecture)(layout.model, layout.logical_len, dtype, meta)
+        head = None
+        if layout.draft_folder is not None:
+            head_config = read_head_config(layout.draft_folder, layout.model)
+            head = Eagle3MlaHead(head_config, target_tables(model), layout.logical_len, dtype, meta)
+    runner = assemble(layout, model.requires_grad_(False), head, num_pages, buffers)
+    init_graphs(runner, config, buffers)
+    assert config.max_context is not None
+    taken = round_bytes(runner, config.max_batch, layout.logical_len - layout.tail)
+    return DryRun(model, head, tuple(buffers.records), taken)
+
+
+def _free_bytes(layout: Layout, device: torch.device) -> int:
+    """What a GPU with the weights on it has left for KV."""
+    if device.type != "cuda":
+        return 0
     free, total = torch.cuda.mem_get_info(device)
-    budget = int(total * config.mem_fraction_static) - (total - free) - GPU_WORKSPACE_BYTES
-    return min(wanted, budget // page_bytes)
+    planned = dry_run(layout, NUM_RESERVED_PAGES + 1).bytes_besides_kv()
+    return int(total * layout.config.mem_fraction_static) - (total - free) - planned

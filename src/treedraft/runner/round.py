@@ -62,12 +62,16 @@ class RoundTensors:
     accepted: Accepted
     has_nan: Tensor  # [B] bool
     logits: Tensor  # [B, N, V]: raw, at least float32
+    overflow: Tensor  # [7] int64: the round's overflow record, see attention.packed.RECORD
 
 
 def run_round(
     batch: DecodeBatch, rows: SamplingRows, target: Target, drafter: Drafter | None, state: DeviceState, num_steps: int
 ) -> RoundTensors:
-    """Run one round and advance the device state. No host value is read. num_steps: levels of the tree, 0 without."""
+    """Run one round and advance the device state. No host value is read. num_steps: levels of the tree, 0 without.
+
+    Where an index list was too small the round is void: the device state stays as it was. Tree slots may be written.
+    """
     noise = round_noise(batch, rows, target, num_steps)
     tree = single_node(batch) if drafter is None else drafter.propose(batch, rows, noise)
     output = target.verify(batch, tree)
@@ -81,7 +85,7 @@ def run_round(
         features = output.features.gather(1, accepted.columns[..., None].expand(-1, -1, output.features.shape[-1]))
         drafter.extend(batch, features, accepted)
     advance(batch, rows, accepted, state)
-    return RoundTensors(tree, sampled, accepted, path_has_nan(logits, accepted), logits)
+    return RoundTensors(tree, sampled, accepted, path_has_nan(logits, accepted), logits, state.overflow.clone())
 
 
 def run_prefill(
@@ -100,12 +104,13 @@ def run_prefill(
     first = accepted.token_ids[:, 0]
     state.kv_lens[batch.slots] = last + 1
     state.roots[batch.slots] = first
-    _count(batch.slots, rows, accepted, state)
+    _count(batch.slots, rows, accepted.token_ids, state)
     if drafter is not None:
         next_tokens = batch.token_ids.roll(-1)
         next_tokens[batch.last_rows] = first
         drafter.prefill(batch, output.features, next_tokens)
-    return RoundTensors(tree, sampled, accepted, path_has_nan(logits, accepted), logits)
+    has_nan = path_has_nan(logits, accepted)
+    return RoundTensors(tree, sampled, accepted, has_nan, logits, torch.zeros_like(state.overflow))
 
 
 def round_noise(batch: DecodeBatch, rows: SamplingRows, target: Target, num_steps: int) -> Tensor | None:
@@ -128,19 +133,20 @@ def _one_node(token_ids: Tensor) -> DraftTree:
 
 
 def advance(batch: DecodeBatch, rows: SamplingRows, accepted: Accepted, state: DeviceState) -> None:
-    """kv_len grows by the accepted path; the bonus token becomes the root."""
-    state.kv_lens[batch.slots] = batch.kv_lens + accepted.num_accepted + 1
-    state.roots[batch.slots] = accepted.token_ids.gather(1, accepted.num_accepted[:, None])[:, 0]
-    _count(batch.slots, rows, accepted, state)
+    """kv_len grows by the accepted path; the bonus token becomes the root. A void round changes nothing."""
+    bonus = accepted.token_ids.gather(1, accepted.num_accepted[:, None])[:, 0]
+    state.kv_lens[batch.slots] = batch.kv_lens + (accepted.num_accepted + 1) * ~state.is_void
+    state.roots[batch.slots] = torch.where(state.is_void, batch.roots, bonus)
+    _count(batch.slots, rows, accepted.token_ids.masked_fill(state.is_void, -1), state)
 
 
-def _count(slots: Tensor, rows: SamplingRows, accepted: Accepted, state: DeviceState) -> None:
-    """Add emitted tokens to the output counts that penalties read."""
+def _count(slots: Tensor, rows: SamplingRows, token_ids: Tensor, state: DeviceState) -> None:
+    """Add emitted tokens [B, P], -1 for none, to the output counts that penalties read."""
     if "penalties" not in rows.stages:
         return
     vocab_size = state.output_counts.shape[1]
-    flat = (slots[:, None] * vocab_size + accepted.token_ids.clamp(min=0)).flatten()
-    state.output_counts.view(-1).index_add_(0, flat, (accepted.token_ids >= 0).int().flatten())
+    flat = (slots[:, None] * vocab_size + token_ids.clamp(min=0)).flatten()
+    state.output_counts.view(-1).index_add_(0, flat, (token_ids >= 0).int().flatten())
 
 
 def paths_of(tree: DraftTree, rows: SamplingRows, max_depth: int) -> Tensor:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treedraft.attention.base import TreeAttention
+from treedraft.attention.packed import read_overflow
+from treedraft.errors import InvariantError
 from treedraft.kv.page_table import PageTable
 from treedraft.runner.batch import DecodeBatch, pack_decode, pack_prefill
 from treedraft.runner.drafter import Drafter
@@ -28,15 +31,24 @@ class HostCopy:
     params: tuple[SamplingParams, ...]
     is_round: bool
     tokens: Tensor  # [B, P + 2] int64: num_accepted, has_nan, token ids
+    overflow: Tensor  # [7] int64: the overflow record, see attention.packed.RECORD
     logprobs: Tensor | None  # [B, P, 1 + 2k] float64: own, k best values, k best ids
     copied: torch.cuda.Event | None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A round that was not launched: the host knew that an index list would be too small."""
+
+    request_ids: tuple[int, ...]
+    reason: str
 
 
 @dataclass(frozen=True)
 class Ticket:
     """A launched step."""
 
-    parts: tuple[HostCopy, ...]
+    parts: tuple[HostCopy | Refused, ...]
 
 
 class Runner:
@@ -61,20 +73,39 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
-        """Enqueue a step: table changes, then prefills, then one round for all running sequences."""
+        """Enqueue a step: table changes, then one round for all running sequences, then prefills."""
         for slot in plan.released_slots:
             self.pages.clear(slot)
         self.pages.apply(plan.page_updates)
-        parts = []
+        parts: list[HostCopy | Refused] = []
         if plan.decodes:
-            parts.append(self._launch_round(plan.decodes))
+            parts.append(self._refuse(plan.decodes) or self._launch_round(plan.decodes))
         if plan.prefills:
             parts.append(self._launch_prefill(plan.prefills))
         return Ticket(tuple(parts))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Read a step's tokens. Syncs with that step's copy alone."""
-        return StepResult(rows=tuple(row for part in ticket.parts for row in _read(part)))
+        results = [_read(part) for part in ticket.parts]
+        reasons = (reason for _, reason in results if reason is not None)
+        return StepResult(rows=tuple(row for rows, _ in results for row in rows), overflow=next(reasons, None))
+
+    @property
+    def backends(self) -> tuple[TreeAttention, ...]:
+        """The attention backends in use."""
+        drafting = (getattr(self.drafter, name, None) for name in ("attention", "extension"))
+        return (self.target.attention, *(a for a in drafting if a is not None))
+
+    def _refuse(self, rows: tuple[DecodeRow, ...]) -> Refused | None:
+        """Check on the host that the round's index lists fit, where lengths are known; else the device will."""
+        if not all(r.is_exact for r in rows):
+            return None
+        try:
+            for backend in self.backends:
+                backend.check_fits(len(rows), sum(r.max_kv_len for r in rows))
+        except InvariantError as error:
+            return Refused(tuple(r.request_id for r in rows), str(error))
+        return None
 
     def _launch_prefill(self, rows: tuple[PrefillRow, ...]) -> HostCopy:
         for row in rows:
@@ -106,9 +137,9 @@ class Runner:
         params = tuple(r.sampling for r in rows)
         num_top = max((p.logprobs for p in params if p.logprobs is not None), default=None)
         logprobs = None if num_top is None else path_logprobs(result, num_top).to("cpu", non_blocking=True)
-        copied = None
+        copied, overflow = None, result.overflow.clone()  # outputs of a replayed round are overwritten by the next
         if self.device.type == "cuda":
-            tokens = tokens.to("cpu", non_blocking=True)
+            tokens, overflow = (t.to("cpu", non_blocking=True) for t in (tokens, overflow))
             copied = torch.cuda.Event()
             copied.record()
         return HostCopy(
@@ -116,6 +147,7 @@ class Runner:
             params=params,
             is_round=is_round,
             tokens=tokens,
+            overflow=overflow,
             logprobs=logprobs,
             copied=copied,
         )
@@ -131,7 +163,10 @@ def path_logprobs(result: RoundTensors, num_top: int) -> Tensor:
     return torch.cat([own, best.values, best.indices.double()], -1)
 
 
-def _read(part: HostCopy) -> list[RowResult]:
+def _read(part: HostCopy | Refused) -> tuple[list[RowResult], str | None]:
+    """A part's rows, and why they are void if they are."""
+    if isinstance(part, Refused):
+        return [RowResult(i, True, (), False, None, None) for i in part.request_ids], part.reason
     if part.copied is not None:
         part.copied.synchronize()
     logprobs = None if part.logprobs is None else part.logprobs.tolist()
@@ -159,4 +194,4 @@ def _read(part: HostCopy) -> list[RowResult]:
                 top_logprobs=top,
             )
         )
-    return results
+    return results, read_overflow(part.overflow.tolist())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from treedraft.attention.packed import new_record
 from treedraft.errors import InvariantError
 from treedraft.kv.buffers import Buffers
 from treedraft.speculative.sampling import MAX_STOP_IDS, SamplingRows
@@ -40,6 +41,7 @@ class DeviceState:
 
         self.device = buffers.device
         self.dummy_slot = num_slots
+        self.overflow = new_record(buffers)  # of the round that runs; see attention.packed.RECORD
         self.kv_lens = zeros("kv_lens", torch.int64)
         self.roots = zeros("roots", torch.int64)
         self.draft_hidden = zeros("draft_hidden", dtype, hidden_size=draft_hidden_size)
@@ -57,6 +59,11 @@ class DeviceState:
         self.prompt_seen = zeros("prompt_seen", torch.bool, vocab_size=vocab_size)
         self.output_counts = zeros("output_counts", torch.int32, vocab_size=vocab_size)
         self.logit_bias = zeros("logit_bias", torch.float32, vocab_size=vocab_size)
+
+    @property
+    def is_void(self) -> Tensor:
+        """[] bool on the device: a list of the running round was too small. Nothing of it may be kept."""
+        return self.overflow[-1] > 0
 
     def install(self, row: PrefillRow) -> None:
         """Fill a slot for a new sequence."""
