@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format lint types bench clean
+.PHONY: help demo test test-slow check format lint types toggles bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,7 +20,7 @@ test: $(STAMP) ## run the tests (without the slow ones)
 test-slow: $(STAMP) ## run the slow tests (up to an hour)
 	$(BIN)/python -m pytest -q -m slow
 
-check: format lint types test ## format, lint, types and tests: what CI runs
+check: format lint types test toggles ## format, lint, types, tests and toggles: what CI runs
 
 format: $(STAMP) ## is the code formatted? (to format it: .venv/bin/ruff format)
 	$(BIN)/ruff format --check .
@@ -30,6 +30,9 @@ lint: $(STAMP) ## ruff
 
 types: $(STAMP) ## mypy
 	$(BIN)/mypy
+
+toggles: $(STAMP) ## can every registered fix be reverted, and does its witness notice?
+	@$(BIN)/treedraft toggles check
 
 bench: $(STAMP) ## tokens per second beside transformers, and acceptance; writes benchmarks/results
 	$(BIN)/treedraft bench latency --compare transformers --out benchmarks/results

@@ -20,7 +20,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -372,25 +373,39 @@ def private_cache() -> str:
 
 def _materialize(folder: str, root: str, texts: Mapping[str, bytes], others: list[str]) -> str:
     """Return `folder`, holding exactly these texts and links to the other files; written anew unless it does."""
-    if not _is_intact(folder, root, texts, others):
-        aside = tempfile.mkdtemp(prefix=".writing-", dir=os.path.dirname(folder))
-        try:
-            _write(aside, root, texts, others)
-            if os.path.lexists(folder):  # spoiled
-                spoiled = tempfile.mkdtemp(prefix=".spoiled-", dir=os.path.dirname(folder))
-                os.rename(folder, os.path.join(spoiled, "copy"))
-                shutil.rmtree(spoiled, ignore_errors=True)
-            os.rename(aside, folder)
-        except OSError as error:  # another process was faster
-            if not _is_intact(folder, root, texts, others):
-                raise ToggleError(f"the edited copy {folder} cannot be written: {error}") from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    cache = os.path.dirname(folder)
+    with _lock(cache):
         if not _is_intact(folder, root, texts, others):
-            raise ToggleError(f"the edited copy {folder} does not hold what was written")
-    os.utime(folder)
-    _prune(os.path.dirname(folder), folder)
+            aside = tempfile.mkdtemp(prefix=".writing-", dir=cache)
+            spoiled = tempfile.mkdtemp(prefix=".spoiled-", dir=cache)
+            try:
+                _write(aside, root, texts, others)
+                if os.path.lexists(folder):
+                    os.rename(folder, os.path.join(spoiled, "copy"))
+                os.rename(aside, folder)
+            except OSError as error:
+                raise ToggleError(f"the edited copy {folder} cannot be written: {error}") from error
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(spoiled, ignore_errors=True)
+            if not _is_intact(folder, root, texts, others):
+                raise ToggleError(f"the edited copy {folder} does not hold what was written")
+        os.utime(folder)
+        _prune(cache, folder)
     return folder
+
+
+@contextmanager
+def _lock(cache: str) -> Iterator[None]:
+    """One process at a time: ranks that start together must not take a copy just made for a spoiled one."""
+    with open(os.path.join(cache, ".lock"), "w") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):  # no such locks on this platform or file system; renames stay atomic
+            logger.debug("no lock on %s", cache)
+        yield
 
 
 def _write(folder: str, root: str, texts: Mapping[str, bytes], others: list[str]) -> None:
