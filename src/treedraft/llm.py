@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -52,6 +53,7 @@ class LLM:
         cuda_graph: str = "auto",
         attention_backend: str = "auto",
         draft_attention_backend: str = "auto",
+        debug: str | None = None,  # "redzone", "redzone,unguarded": see debug.redzone
     ):
         has_cuda = torch.cuda.is_available()
         config = EngineConfig(
@@ -71,11 +73,14 @@ class LLM:
             draft_attention_backend=draft_attention_backend,
             seed=seed,
         ).resolve(has_cuda)
-        built = build(config)
+        # By name: nothing but this line knows that there is debugging, and nothing pays for it.
+        zones = None if debug is None else import_module("treedraft.debug.redzone").red_zones(debug, config)
+        built = build(config) if zones is None else build(config, zones.buffers)
         self.config, self.runner, self.notes = built.config, built.runner, built.notes
         self.vocab_size, self.eos_token_ids = built.vocab_size, built.eos_token_ids
         self.tokenizer = load_tokenizer(resolve_folder(config.model))
-        self.engine = Engine(Scheduler(self.config, built.kv), built.runner, self.config.max_pending)
+        runner = built.runner if zones is None else zones.watch(built)
+        self.engine = Engine(Scheduler(self.config, built.kv), runner, self.config.max_pending)
         self._sizes = built.sizes
         self._next_id = 0
 

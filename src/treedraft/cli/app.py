@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from treedraft import __version__
-from treedraft.cli import bench, check, demo, explain, generate, toggles
+from treedraft.cli import bench, check, demo, explain, generate, memory, toggles
 from treedraft.errors import TreedraftError
 
 
@@ -52,6 +52,7 @@ def _root(
 app.command("generate")(generate.generate)
 app.command("check")(check.check)
 app.command("explain")(explain.explain)
+app.command("memory")(memory.memory)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(toggles.app, name="toggles")

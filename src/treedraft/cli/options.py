@@ -112,6 +112,14 @@ class EngineOptions:
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
+    debug: Annotated[
+        str | None,
+        typer.Option(
+            help="redzone: guard words around every buffer, verified after each step; redzone,unguarded: a list that "
+            "is too small overflows into them.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     seed: Annotated[
         int,
         typer.Option(help="Seed of the sampling noise: same seed, same text.", rich_help_panel=_SAMPLING),

@@ -129,8 +129,12 @@ def stored_shape(view: Tensor) -> list[int]:
     return [view.shape[0] * view.shape[1], view.shape[2]] if view.dim() == 3 else list(view.shape)
 
 
-def resolve_folder(name: str, kind: str = "model") -> Path:
-    """Return the folder that holds a checkpoint. kind: "model" or "draft", what "demo" means.
+CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+CONFIG_FILES = ("config.json",)
+
+
+def resolve_folder(name: str, kind: str = "model", files: tuple[str, ...] = CHECKPOINT_FILES) -> Path:
+    """Return the folder that holds a checkpoint. kind: "model" or "draft", what "demo" means; files: to download.
 
     `name` is "demo", a folder, or a hub id, which is downloaded (or found in the hub's cache).
     Raises CheckpointError when it is none of these.
@@ -145,16 +149,15 @@ def resolve_folder(name: str, kind: str = "model") -> Path:
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name:
         raise CheckpointError(f"{kind} {name!r}: no such folder")
-    return _download(name, kind)
+    return _download(name, kind, files)
 
 
-def _download(name: str, kind: str) -> Path:
+def _download(name: str, kind: str, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
