@@ -9,8 +9,8 @@ Before a replay the host writes the bucket's inputs, every row of them, in one c
 device's state by the program itself. After it, the first rows of the shared outputs hold the result, until the next
 replay of any bucket.
 
-A backend whose plan reads lengths on the host cannot be inside a graph. Its plans are seams: the round becomes a list of
-graphs with host work between them, one graph a forward, and the host waits for the device at each.
+A backend whose plan reads lengths on the host cannot be inside a graph. Its plans are seams: the round becomes a list
+of graphs with host work between them, one graph a forward, and the host waits for the device at each.
 
     one graph:     | draft 1 | draft 2 | ... | verify, sample, walk, commit, extend |
     with seams:    | draft 1 | plan | draft 2 | plan | ... | plan | verify, ... | plan | extend |
@@ -252,7 +252,7 @@ class _Recording:
 # ------------------------------------------------------------------ dataclasses of tensors, row by row
 
 _T = TypeVar("_T")
-_WHOLE = frozenset({"chain"})  # fields whose first dimension is not the batch
+_WHOLE = frozenset({"chain", "overflow"})  # fields whose first dimension is not the batch
 
 
 def first_rows(value: _T, num_rows: int) -> _T:
@@ -261,7 +261,7 @@ def first_rows(value: _T, num_rows: int) -> _T:
         return value[:num_rows] if value.dim() else value  # type: ignore[return-value]
     if is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in _WHOLE}
-        return replace(value, **{name: first_rows(part, num_rows) for name, part in parts.items()})  # type: ignore[return-value]
+        return replace(value, **{name: first_rows(part, num_rows) for name, part in parts.items()})
     return value
 
 
@@ -273,7 +273,7 @@ def allocate_like(value: _T, name: str, buffers: Buffers) -> _T:
         return buffers.allocate(name, kind, value.shape, value.dtype, formula=formula)  # type: ignore[return-value]
     if is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: allocate_like(getattr(value, f.name), f"{name}.{f.name}", buffers) for f in fields(value)}
-        return replace(value, **parts)  # type: ignore[return-value]
+        return replace(value, **parts)
     return value
 
 
