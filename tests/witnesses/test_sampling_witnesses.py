@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from treedraft.engine.request import Request
 from treedraft.engine.text import TextStream
-from treedraft.runner.round import RoundTensors, paths_of
+from treedraft.runner.round import paths_of
 from treedraft.runner.runner import path_logprobs
 from treedraft.runner.state import DeviceState
 from treedraft.speculative.sampling import process, sample
@@ -68,9 +69,7 @@ def test_logprobs_are_those_of_the_path() -> None:
     """The path is columns 0, 2, 3."""
     logits = torch.randn(1, 4, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     accepted = Accepted(torch.tensor([2]), torch.tensor([[0, 2, 3]]), torch.tensor([[6, 7, 1]]))
-    result = RoundTensors(
-        TREE, torch.zeros(1, 4, dtype=torch.int64), accepted, torch.zeros(1, dtype=torch.bool), logits
-    )
+    result: Any = SimpleNamespace(accepted=accepted, logits=logits)
     own = path_logprobs(result, 1)[0, :, 0]
     expected = torch.stack([logits[0, c].log_softmax(-1)[t] for c, t in ((0, 6), (2, 7), (3, 1))])
     assert torch.equal(own, expected)
