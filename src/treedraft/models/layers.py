@@ -57,9 +57,16 @@ class Matrix:
         self.weight = weight
         self.packed: Tensor | None = None
 
-    def pack(self) -> None:
-        """Make the copy, once the weight is final; without effect where it would not serve."""
-        if self.packed_bytes(self.weight.device.type):
+    def pack(self, device_type: str | None = None) -> None:
+        """Make the copy, once the weight is final; without effect where it would not serve.
+
+        device_type: what a weight on the meta device stands for.
+        """
+        if not self.packed_bytes(device_type or self.weight.device.type):
+            return
+        if self.weight.is_meta:
+            self.packed = self.weight.detach().float()
+        else:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach().float(), PACKED_ROWS)
 
     def packed_bytes(self, device_type: str) -> int:
@@ -81,15 +88,18 @@ class Matrix:
         return torch.ops.mkldnn._linear_pointwise(x.float(), self.packed, None, "none", [], "")
 
 
-def pack_matrices(model: nn.Module) -> None:
-    """Pack every `Matrix` that is an attribute of a module of the model, and every module that packs itself."""
+def pack_matrices(model: nn.Module, device_type: str | None = None) -> None:
+    """Pack every `Matrix` that is an attribute of a module of the model, and every module that packs itself.
+
+    device_type: what a model on the meta device stands for.
+    """
     for module in model.modules():
         pack = getattr(module, "pack", None)
         if callable(pack):
-            pack()
+            pack(device_type)
         for value in vars(module).values():
             if isinstance(value, Matrix):
-                value.pack()
+                value.pack(device_type)
 
 
 def packed_bytes(models: Iterable[nn.Module], device_type: str) -> int:

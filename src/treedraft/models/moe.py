@@ -114,6 +114,7 @@ class MoE(nn.Module):
         self.size = config.intermediate_size
         self.num_all = config.num_experts + config.num_shared_experts
         self.packed: tuple[Matrix, Matrix] | None = None
+        self.stands_for: str | None = None  # on the meta device, the type of the device whose form is to run
         router = SigmoidRouter if config.topk_method == "noaux_tc" else SoftmaxRouter
         self.router = router(config, hidden_size, dtype, device)
         # Transposed: one expert's product with a row is a weighted sum of rows, and experts stack by rows.
@@ -130,7 +131,7 @@ class MoE(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         routing = self.router(rows)
         pairs_per_expert = routing.indices.numel() / self.config.num_experts
-        is_cpu = x.device.type == "cpu"
+        is_cpu = (x.device.type if self.stands_for is None else self.stands_for) == "cpu"
         summed_max_pairs = SUMMED_MAX_PAIRS if self.packed is None else SUMMED_MAX_PAIRS_IF_PACKED
         if pairs_per_expert <= (summed_max_pairs if is_cpu else GATHERED_MAX_PAIRS):
             form = self.summed if is_cpu else self.gathered
@@ -168,14 +169,15 @@ class MoE(nn.Module):
         hidden = F.silu(gate) * up * weights.to(x.dtype).t().unsqueeze(-1)
         return torch.mm(hidden.transpose(0, 1).flatten(1), self.down.flatten(0, 1))
 
-    def pack(self) -> None:
+    def pack(self, device_type: str | None = None) -> None:
         """Copy the experts for the dense form, once the weights are final; see layers.Matrix for where it serves."""
-        if self.gate_up.device.type != "cpu" or self.gate_up.dtype != torch.float32:
+        self.stands_for = device_type
+        if (device_type or self.gate_up.device.type) != "cpu" or self.gate_up.dtype != torch.float32:
             return
         all_gate_ups = self.gate_up.detach().transpose(1, 2).flatten(0, 1)
         matrices = Matrix(all_gate_ups), Matrix(self.down.detach().flatten(0, 1).t())
         for matrix in matrices:
-            matrix.pack()
+            matrix.pack(device_type)
         if all(m.packed is not None for m in matrices):
             self.packed = matrices
 

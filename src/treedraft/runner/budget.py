@@ -7,12 +7,14 @@ no size is computed twice.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from treedraft.attention import BACKENDS
 from treedraft.config import EngineConfig
+from treedraft.errors import ConfigError
 from treedraft.kv.allocator import NUM_RESERVED_PAGES
 from treedraft.kv.buffers import ALL_BACKENDS, BufferRecord, Buffers
 from treedraft.models.layers import packed_bytes
@@ -20,6 +22,7 @@ from treedraft.runner.build import (
     GPU_WORKSPACE_BYTES,
     DryRun,
     Layout,
+    allocate,
     dry_run,
     lay_out,
     page_bytes,
@@ -47,32 +50,33 @@ class Budget:
 def budget(config: EngineConfig, device_bytes: int) -> Budget:
     """Return what a resolved configuration takes on a device of that much memory. Needs no weights of the target.
 
-    Backends that do not serve the configuration's device and dtype are left out. Raise ConfigError, CheckpointError.
+    The configuration's own backends come first; the others that could serve it draft and verify alone.
+    Raise ConfigError, CheckpointError.
     """
     layout = lay_out(config, CONFIG_FILES)
-    names = [name for name in BACKENDS if _serves(name, config)]
-    runs = {name: dry_run(_with_backend(layout, name), NUM_RESERVED_PAGES + 1) for name in names}
+    runs = {config.attention_backend: dry_run(layout, NUM_RESERVED_PAGES + 1)}
+    for name in BACKENDS:
+        with suppress(ConfigError):  # a backend that does not serve this model
+            if name not in runs:
+                runs[name] = dry_run(_with_backend(layout, name), NUM_RESERVED_PAGES + 1)
     weights = Buffers("meta")
     first = next(iter(runs.values()))
     _add_weights(weights, first, config.device)
     share = int(device_bytes * (1.0 if config.device == "cpu" else config.mem_fraction_static))
     free = {name: share - weights.total_bytes() - _others(run, config.device) for name, run in runs.items()}
 
-    bytes_per_page = page_bytes(layout, None if first.head is None else first.head.config)
-    chosen = config.attention_backend if config.attention_backend in free else names[0]
-    num_pages = pages_that_fit(config, bytes_per_page, pages_wanted(layout), free[chosen])
-    records = {(record.name, record.backend): record for record in weights.records}
+    head = None if first.head is None else first.head.config
+    bytes_per_page = page_bytes(layout, head)
+    num_pages = pages_that_fit(config, bytes_per_page, pages_wanted(layout), free[config.attention_backend])
+    pools = Buffers("meta")
+    allocate(layout, head, max(num_pages, NUM_RESERVED_PAGES + 1), pools)
+    records = {(record.name, record.backend): record for record in (*weights.records, *pools.records)}
     for name, run in runs.items():
-        # The pools' size may depend on what a backend leaves; with the chosen one's, all are the same but for lists.
-        for record in dry_run(_with_backend(layout, name), max(num_pages, NUM_RESERVED_PAGES + 1)).records:
+        for record in run.records:
             records.setdefault((record.name, record.backend), record)
         for record in _round(run, name, layout):
             records[record.name, record.backend] = record
     return Budget(layout, tuple(records.values()), bytes_per_page, num_pages, free)
-
-
-def _serves(name: str, config: EngineConfig) -> bool:
-    return config.device.split(":")[0] in BACKENDS[name].devices and config.dtype in BACKENDS[name].dtypes
 
 
 def _with_backend(layout: Layout, name: str) -> Layout:

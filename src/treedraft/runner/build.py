@@ -22,6 +22,7 @@ from treedraft.kv.pool import LatentPool
 from treedraft.models.config import ModelConfig
 from treedraft.models.deepseek import DeepseekModel
 from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, load_head, read_head_config, target_tables
+from treedraft.models.layers import pack_matrices
 from treedraft.models.registry import load_model, model_class
 from treedraft.runner.drafter import EagleDrafter, chain_bits
 from treedraft.runner.graphs import init_graph_state
@@ -315,7 +316,10 @@ def dry_run(layout: Layout, num_pages: int) -> DryRun:
         if layout.draft_folder is not None:
             head_config = read_head_config(layout.draft_folder, layout.model)
             head = Eagle3MlaHead(head_config, target_tables(model), layout.logical_len, dtype, meta)
-    runner = assemble(layout, model.requires_grad_(False), head, num_pages, buffers)
+    for each in (model, head):
+        if each is not None:
+            pack_matrices(each.requires_grad_(False), torch.device(config.device).type)
+    runner = assemble(layout, model, head, num_pages, buffers)
     init_graphs(runner, config, buffers)
     assert config.max_context is not None
     taken = round_bytes(runner, config.max_batch, layout.logical_len - layout.tail)

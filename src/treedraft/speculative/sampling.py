@@ -184,7 +184,7 @@ def _first_until(below_max: Tensor, mass: Tensor, target: Tensor) -> Tensor:
         width = min(10, shift)
     # Of the tokens at the threshold, all of one mass, the first ones by id until the rest is reached.
     is_tie = key == prefix
-    torch.cumsum(is_tie, -1, out=index)
+    torch.cumsum(index.copy_(is_tie), -1, out=index)  # of bools it would make a wide copy first
     each = (reached // index[..., -1:].clamp(min=1)).clamp_(min=1)
     return (key < prefix).bitwise_or_(is_tie.bitwise_and_(index <= (rest + each - 1) // each))
 
