@@ -48,7 +48,7 @@ ENGINE = (
     "--model --model-path --draft --speculative-draft-model-path --device --dtype --page-size --block-size "
     "--max-context --max-model-len --context-length --max-batch --max-running-requests --kv-memory "
     "--mem-fraction-static --gpu-memory-utilization --cuda-graph --disable-cuda-graph --enforce-eager "
-    "--attention-backend --draft-attention-backend --speculative-draft-attention-backend --seed"
+    "--attention-backend --draft-attention-backend --speculative-draft-attention-backend --debug --seed"
 ).split()
 TREE = (
     "--speculative-num-steps --speculative-eagle-topk --speculative-num-draft-tokens --shared-noise --no-shared-noise"
@@ -128,6 +128,10 @@ def test_generate_passes_the_flags_on() -> None:
             "max_batch": 5,
             "kv_memory_bytes": 2 * 2**20,
             "mem_fraction_static": 0.5,
+            "cuda_graph": "auto",
+            "attention_backend": "auto",
+            "draft_attention_backend": "auto",
+            "debug": None,
             "seed": 7,
             "speculative": SpeculativeConfig(num_steps=3, topk=2, num_draft_tokens=9, shared_noise=False),
         }

@@ -5,13 +5,13 @@ A drafter is anything with `propose`, `prefill` and `extend`; the round knows no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from treedraft.attention.base import PrefixPlan, TreeAttention
+from treedraft.attention.base import TreeAttention
 from treedraft.attention.paged import PagedPrefillAttend, PagedTreeAttend
 from treedraft.config import SpeculativeConfig
 from treedraft.kv.pool import LatentPool
@@ -62,10 +62,10 @@ class EagleDrafter:
         hidden = self.state.draft_hidden[batch.slots][:, None]  # [B, 1, H]
         scores, token_ids = self._best_children(hidden, rows, noise, level=1)
         pool, frontier = first_level(token_ids[:, 0], scores[:, 0], words)
-        prefix = self._prefix(batch)
+        batch = self._with_own_prefix(batch)
         hidden = hidden.expand(-1, topk, -1)
         for level in range(2, num_steps + 1):
-            hidden = self._forward_frontier(batch, prefix, frontier, hidden, level)
+            hidden = self._forward_frontier(batch, frontier, hidden, level)
             scores, token_ids = self._best_children(hidden, rows, noise, level)
             if level == num_steps:
                 pool = last_level(pool, frontier, token_ids, scores)
@@ -81,7 +81,8 @@ class EagleDrafter:
 
     def extend(self, batch: DecodeBatch, features: Tensor, accepted: Accepted) -> None:
         num_rows = features.shape[1]
-        plan = self.extension.plan_tree(self._prefix(batch), batch.chain_bits(num_rows), num_rows)
+        batch = self._with_own_prefix(batch)
+        plan = self.extension.plan_tree(batch.prefix, batch.chain_bits(num_rows), num_rows)
         attend = PagedTreeAttend(self.extension, plan, self.pool, batch.tail_slots[:, :num_rows])
         positions = batch.tail_positions[:, :num_rows]
         hidden = self.head(self.head.fuse(features), accepted.token_ids.clamp(min=0), positions, attend)
@@ -89,19 +90,18 @@ class EagleDrafter:
         before, after = self.state.draft_hidden[batch.slots], hidden.gather(1, last)[:, 0]
         self.state.draft_hidden[batch.slots] = torch.where(self.state.is_void, before, after)
 
-    def _prefix(self, batch: DecodeBatch) -> PrefixPlan:
+    def _with_own_prefix(self, batch: DecodeBatch) -> DecodeBatch:
         if not self.plans_prefix:
-            return batch.prefix
-        return self.attention.plan_prefix(
+            return batch
+        prefix = self.attention.plan_prefix(
             batch.page_table, batch.kv_lens, batch.max_kv_len, batch.tail_slots, batch.page_size
         )
+        return replace(batch, prefix=prefix)
 
-    def _forward_frontier(
-        self, batch: DecodeBatch, prefix: PrefixPlan, frontier: Frontier, hidden: Tensor, level: int
-    ) -> Tensor:
+    def _forward_frontier(self, batch: DecodeBatch, frontier: Frontier, hidden: Tensor, level: int) -> Tensor:
         """Forward the K nodes of depth level - 1: draft rows kv_len + level - 2. Returns [B, K, H]."""
         topk, start = self.shape.topk, (level - 2) * self.shape.topk
-        plan = self.attention.plan_tree(prefix, frontier.ancestor_bits, start + topk)
+        plan = self.attention.plan_tree(batch.prefix, frontier.ancestor_bits, start + topk)
         attend = PagedTreeAttend(self.attention, plan, self.pool, batch.tail_slots[:, start : start + topk])
         positions = (batch.kv_lens[:, None] + (level - 2)).expand(-1, topk)
         return self.head(hidden, frontier.token_ids, positions, attend)
