@@ -7,13 +7,19 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from graph_cases import PARAMS, SHAPE, poison, run
 from treedraft import LLM, SamplingParams
+from treedraft.config import EngineConfig
 from treedraft.errors import ConfigError, InvariantError
 from treedraft.kv.allocator import NUM_RESERVED_PAGES
 from treedraft.kv.buffers import Buffers
-from treedraft.runner.graphs import GraphState, bucket_sizes, init_graph_state
+from treedraft.models.deepseek import DeepseekModel
+from treedraft.models.draft.eagle3 import Eagle3MlaHead, read_head_config, target_tables
+from treedraft.runner import build
+from treedraft.runner.graphs import VARIANTS, GraphState, bucket_sizes, init_graph_state
 from treedraft.runner.state import DeviceState
 
 
@@ -158,6 +164,52 @@ def test_init_graph_state_leaves_shared_buffers_unchanged(prompts):
             graphs.round(program.inputs, program.stages)
     after = shared_buffers(llm)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+class HostTensors(TorchDispatchMode):
+    """Collects every operator that touches or makes a tensor on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in tree_leaves((args, kwargs, out))):
+            self.found.append(str(func))
+        return out
+
+
+@pytest.fixture(scope="module")
+def meta_graphs():
+    """The static rounds of a GPU's configuration, on the meta device: any read of a value raises there."""
+    config = EngineConfig(device="cuda", max_context=96, max_batch=4, speculative=SHAPE).resolve(has_cuda=True)
+    layout, meta = build.lay_out(config), torch.device("meta")
+    with meta:
+        model = DeepseekModel(layout.model, layout.logical_len, torch.bfloat16, meta)
+        head_config = read_head_config(layout.draft_folder, layout.model)
+        head = Eagle3MlaHead(head_config, target_tables(model), layout.logical_len, torch.bfloat16, meta)
+    buffers = Buffers(meta)
+    runner = build.assemble(layout, model.requires_grad_(False), head, 50, buffers)
+    build.init_graphs(runner, layout.config, buffers)
+    return runner.graphs
+
+
+@pytest.mark.parametrize("stages", VARIANTS, ids=len)
+@pytest.mark.parametrize("has_fault", [False, True])
+def test_round_moves_nothing_between_host_and_device(meta_graphs, monkeypatch, stages, has_fault):
+    """What a capture forbids: a copy from or to the host inside the round."""
+    if has_fault:
+        original = DeviceState.reset_dummy
+
+        def faulty(self):
+            original(self)
+            self.kv_lens[self.dummy_slot : self.dummy_slot + 1] = torch.tensor([0])
+
+        monkeypatch.setattr(DeviceState, "reset_dummy", faulty)
+    with torch.inference_mode(), HostTensors() as host:
+        meta_graphs.round(meta_graphs.programs[2, stages].inputs, stages)
+    assert bool(host.found) == has_fault
 
 
 def test_run_leaves_its_result_in_the_same_buffers(prompts):

@@ -26,6 +26,7 @@ from treedraft.errors import ConfigError, InvariantError
 
 LATENT, ROPE = 512, 64  # the only sizes that the MLA kernels exist for; with others they may write nothing at all
 WORKSPACE_BYTES = 128 << 20  # partial results of lists cut in pieces; what FlashInfer recommends
+PLAN_BYTES = 8 << 20  # what its wrappers take for a plan
 LN_2 = 0.6931471805599453  # its grouped-query kernels give log-sum-exp to base 2
 
 
@@ -36,6 +37,20 @@ class Part:
     key: str  # "all", "prefix" or "path"
     lists: Lists
     rows: int
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory of a part's launches, whatever their batch: of one layer kind, they are planned and run in turn."""
+
+    partials: Tensor  # [WORKSPACE_BYTES] uint8, used up by each run: shared by all parts and layer kinds
+    plan: Tensor  # [PLAN_BYTES] uint8
+    plan_host: Tensor  # the same on the host, pinned: a plan is made there, then copied
+
+    @classmethod
+    def make(cls, partials: Tensor, plan: Tensor) -> Workspace:
+        """Add the host's part."""
+        return cls(partials, plan, torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=plan.is_cuda))
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,11 @@ class Launch:
     wrapper: Any
     is_captured = False
 
+    def share(self, workspace: Workspace) -> None:
+        """Replace the wrapper's own plan memory, 8 MiB on each side for each shape of launch, by the shared one."""
+        self.wrapper._int_workspace_buffer = workspace.plan
+        self.wrapper._pin_memory_int_workspace_buffer = workspace.plan_host
+
     def plan_host(self, indptr: Tensor, lens: Tensor, no_indices: Tensor) -> None:
         """Give lengths [n] and their cumulative sums [n + 1] int32, on the host, to the wrapper."""
         raise NotImplementedError
@@ -86,11 +106,11 @@ class Launch:
 class MlaLaunch(Launch):
     """Absorbed MLA."""
 
-    def __init__(self, part: Part, workspace: Tensor, num_heads: int, scale: float, dtype: torch.dtype) -> None:
-        super().__init__(part, workspace.device)
+    def __init__(self, part: Part, workspace: Workspace, num_heads: int, scale: float, dtype: torch.dtype) -> None:
+        super().__init__(part, workspace.plan.device)
         self.num_heads, self.scale, self.dtype = num_heads, scale, dtype
         self.wrapper = _package().mla.BatchMLAPagedAttentionWrapper(
-            workspace,
+            workspace.partials,
             use_cuda_graph=True,
             qo_indptr=self.qo_indptr,
             kv_indptr=self.kv_indptr,
@@ -98,6 +118,7 @@ class MlaLaunch(Launch):
             kv_len_arr=self.kv_lens,
             backend="auto",
         )
+        self.share(workspace)
 
     def plan_host(self, indptr: Tensor, lens: Tensor, no_indices: Tensor) -> None:
         self.wrapper.plan(
@@ -131,15 +152,22 @@ class GqaLaunch(Launch):
     """Grouped-query attention: the decode kernel for lists of one query, the prefill kernel for more."""
 
     def __init__(
-        self, part: Part, workspace: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: Any
+        self,
+        part: Part,
+        workspace: Workspace,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        dtype: Any,
     ) -> None:
-        super().__init__(part, workspace.device)
+        super().__init__(part, workspace.plan.device)
         self.sizes = num_heads, num_kv_heads, head_dim
         self.scale, self.dtype = scale, dtype
-        self.last_page_lens = torch.ones(self.num_lists, dtype=torch.int32, device=workspace.device)
+        self.last_page_lens = torch.ones(self.num_lists, dtype=torch.int32, device=workspace.plan.device)
         if part.rows == 1:
             self.wrapper = _package().BatchDecodeWithPagedKVCacheWrapper(
-                workspace,
+                workspace.partials,
                 use_cuda_graph=True,
                 use_tensor_cores=num_heads // num_kv_heads >= 4,
                 paged_kv_indptr_buffer=self.kv_indptr,
@@ -148,13 +176,14 @@ class GqaLaunch(Launch):
             )
         else:
             self.wrapper = _package().BatchPrefillWithPagedKVCacheWrapper(
-                workspace,
+                workspace.partials,
                 use_cuda_graph=True,
                 qo_indptr_buf=self.qo_indptr,
                 paged_kv_indptr_buf=self.kv_indptr,
                 paged_kv_indices_buf=part.lists.kv_indices,
                 paged_kv_last_page_len_buf=self.last_page_lens,
             )
+        self.share(workspace)
 
     def plan_host(self, indptr: Tensor, lens: Tensor, no_indices: Tensor) -> None:
         last = (lens > 0).to(torch.int32)  # of page size 1: the last page of a list is full, unless there is none
@@ -183,11 +212,16 @@ class FlashInferAttention(PackedTorchAttention):
         super().__init__(reserved, index_bits)
         self.at_host: Callable[[Callable[[], None]], None] = _run_now
         self._launches: dict[tuple, Launch] = {}
-        self._workspace: Tensor | None = None
+        self._workspaces: dict[tuple, Workspace] = {}  # by part and kind of layer, all alive through a forward
+        self._reserved: dict[str, Tensor] = {}
         if reserved is not None:
-            self._workspace = reserved.memory.allocate(
-                f"{reserved.limits.forward} workspace", "workspace", (WORKSPACE_BYTES,), torch.uint8, self.name
-            )
+            uses = {"attention": WORKSPACE_BYTES} | {f"{part} plan": PLAN_BYTES for part in self.parts}
+            self._reserved = {
+                use: reserved.memory.allocate(
+                    f"{reserved.limits.forward} {use} workspace", "workspace", (size,), torch.uint8, self.name
+                )
+                for use, size in uses.items()
+            }
 
     def plan_tree(self, prefix: PackedPrefixPlan, ancestor_bits: Tensor, tree_len: int) -> FlashInferPlan:  # type: ignore[override]
         """See base.TreeAttention.plan_tree."""
@@ -212,7 +246,7 @@ class FlashInferAttention(PackedTorchAttention):
         return self._run(plan, ("gqa", *sizes), lambda part, memory: GqaLaunch(part, memory, *sizes), q, (k, v))[0]
 
     def _run(
-        self, plan: FlashInferPlan, key: tuple, make: Callable[[Part, Tensor], Any], q: Tensor, kv: Any
+        self, plan: FlashInferPlan, key: tuple, make: Callable[[Part, Workspace], Any], q: Tensor, kv: Any
     ) -> tuple[Tensor, Tensor]:
         """q [B, R, h, d] -> out [B, R, h, dv], lse [B, R, h]."""
         batch, num_rows, num_heads = q.shape[:3]
@@ -231,27 +265,37 @@ class FlashInferAttention(PackedTorchAttention):
                 (out.masked_fill(is_empty[:, None, None], 0), lse.masked_fill(is_empty[:, None], -torch.inf))
             )
         out, lse = results[0]
+        wide = torch.promote_types(q.dtype, torch.float32)
         for other_out, other_lse in results[1:]:
-            out, lse = merge(out.float(), lse, other_out.float(), other_lse)
+            out, lse = merge(out.to(wide), lse, other_out.to(wide), other_lse)
         return out.to(q.dtype).unflatten(0, (batch, num_rows)), lse.unflatten(0, (batch, num_rows))
 
-    def _launch(self, plan: FlashInferPlan, part: Part, key: tuple, make: Callable[[Part, Tensor], Any]) -> Any:
+    def _launch(self, plan: FlashInferPlan, part: Part, key: tuple, make: Callable[[Part, Workspace], Any]) -> Any:
         """The part's launch, planned for this forward."""
         where = (part.key, *key)
         if where not in plan.launches:
             kept = (*where, len(part.lists.kv_indptr), part.rows)
             launch = self._launches.get(kept)
             if launch is None:
-                workspace = self._workspace
-                if workspace is None:
-                    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=part.lists.kv_indptr.device)
-                launch = make(part, workspace)
+                launch = make(part, self._workspace(where, part.lists.kv_indptr.device))
                 if self._lists:  # the lists stay where they are, so the launch may stay too
                     self._launches[kept] = launch
             launch.is_captured |= self.at_host is not _run_now
             self.at_host(launch.plan)
             plan.launches[where] = launch
         return plan.launches[where]
+
+    def _workspace(self, where: tuple, device: torch.device) -> Workspace:
+        if where not in self._workspaces:
+            others = self._workspaces.values()
+            partials = next((w.partials for w in others), self._reserved.get("attention"))
+            plan = self._reserved.pop(f"{where[0]} plan", None)  # the first kind of layer takes what was reserved
+            if partials is None:
+                partials = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            if plan is None:
+                plan = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device)
+            self._workspaces[where] = Workspace.make(partials, plan)
+        return self._workspaces[where]
 
 
 class MergedFlashInferAttention(FlashInferAttention, MergedTorchAttention):
