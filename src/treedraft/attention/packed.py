@@ -248,6 +248,8 @@ def build_packed(
     kv_indptr[0] = 0
     torch.mul(ends, need <= len(kv_indices), out=kv_indptr[1:])
     arguments = page_table, prefix_lens, tail_slots, ancestor_bits, tree_len, max_len, page_size, kv_indptr, kv_indices
+    if kv_indices.is_meta:  # a dry run; on a GPU filling takes no memory of its own, on a CPU less than reading
+        return need
     if kv_indices.is_cuda:
         from treedraft.kernels.packed import fill_packed_triton  # here: triton is needed on a GPU alone
 
