@@ -181,7 +181,7 @@ class IndexLists:
         check_addressable(self.width, index_bits, f"{name} kv_indices: {formula}")
         queries = limits.max_batch * self.rows
         self.kv_indptr = memory.allocate(
-            f"{name} kv_indptr", "index", (queries + 1,), torch.int64, backend, "max_batch * rows + 1"
+            f"{name} kv_indptr", "index", (queries + 1,), torch.int64, backend, "(max_batch * rows + 1)"
         )
         table = memory.allocate_rows(f"{name} kv_indices", "index", (1, self.width), SLOT_DTYPE, backend, formula)
         self.kv_indices = memory.room(table)[0]

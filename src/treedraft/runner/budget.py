@@ -71,12 +71,15 @@ def budget(config: EngineConfig, device_bytes: int) -> Budget:
     pools = Buffers("meta")
     allocate(layout, head, max(num_pages, NUM_RESERVED_PAGES + 1), pools)
     records = {(record.name, record.backend): record for record in (*weights.records, *pools.records)}
+    everywhere = set.intersection(*({record.name for record in run.records} for run in runs.values()))
     for name, run in runs.items():
         for record in run.records:
+            if record.name not in everywhere:  # static buffers of graphs, which not every backend has
+                record = replace(record, backend=name if record.backend == ALL_BACKENDS else record.backend)
             records.setdefault((record.name, record.backend), record)
         for record in _round(run, name, layout):
             records[record.name, record.backend] = record
-    return Budget(layout, tuple(records.values()), bytes_per_page, num_pages, free)
+    return Budget(layout, tuple(records.values()), bytes_per_page, max(num_pages, 0), free)
 
 
 def _with_backend(layout: Layout, name: str) -> Layout:
