@@ -43,8 +43,8 @@ class Matrix:
 
     On a CPU the plain product packs the matrix anew for each call and reads it in an order that memory dislikes. Over
     40 matrices of 1024 x 256, more than the cache holds, a product with 1, 4 and 16 rows took 132, 208 and 246 us
-    plain, 54, 56 and 81 us packed (2 cores, 2026-12-01). The copy serves inference only, in float32, and is stale once the
-    weight changes.
+    plain, 54, 56 and 81 us packed (2 cores, 2026-12-01). The copy serves inference only, in float32, and is stale
+    once the weight changes.
     """
 
     def __init__(self, weight: Tensor) -> None:
