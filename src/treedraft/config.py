@@ -80,6 +80,7 @@ class EngineConfig:
     mem_fraction_static: float = 0.85  # share of a GPU's memory for weights, workspaces and pools together
     speculative: SpeculativeConfig | None = SpeculativeConfig()
     max_pending: int = 0  # rounds launched before the first is read; "auto" on a GPU is 1
+    capture: str = "auto"  # record rounds and replay them without Python: "auto" (on a CPU), "on" or "off"
     seed: int = 0  # requests without a seed of their own derive one from this
 
     def check(self) -> None:
@@ -92,6 +93,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer of at least {low}; got {value!r}")
         if self.max_context is not None and (not isinstance(self.max_context, int) or self.max_context < 2):
             raise ConfigError(f"max_context must be at least 2 tokens; got {self.max_context!r}")
+        if self.capture not in ("auto", "on", "off"):
+            raise ConfigError(f"capture must be auto, on or off; got {self.capture!r}")
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(f"mem_fraction_static must be between 0 and 1; got {self.mem_fraction_static!r}")
         if self.kv_memory_bytes is not None and self.kv_memory_bytes < 1:

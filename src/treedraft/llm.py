@@ -48,6 +48,7 @@ class LLM:
         kv_memory_bytes: int | None = None,
         mem_fraction_static: float = 0.85,
         max_pending: int | None = None,
+        capture: str = "auto",
     ):
         has_cuda = torch.cuda.is_available()
         config = EngineConfig(
@@ -62,6 +63,7 @@ class LLM:
             mem_fraction_static=mem_fraction_static,
             speculative=speculative,
             max_pending=max_pending if max_pending is not None else int(has_cuda and device != "cpu"),
+            capture=capture,
             seed=seed,
         ).resolve(has_cuda)
         built = build(config)

@@ -7,7 +7,8 @@ dimensions [a, b, c] is stored as the matrix [a * b, c].
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -62,13 +63,24 @@ class Matrix:
         packed = self.packed
         if packed is None or x.dtype != torch.float32 or torch.is_grad_enabled():
             return F.linear(x, self.weight)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        return packed_product()(x, packed)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return [..., in] -> [..., out] in at least float32."""
         if self.packed is None or torch.is_grad_enabled():
             return linear_float32(x, self.weight)
-        return torch.ops.mkldnn._linear_pointwise(x.float(), self.packed, None, "none", [], "")
+        return packed_product()(x.float(), self.packed)
+
+
+@cache
+def packed_product() -> Callable[[Tensor, Tensor], Tensor]:
+    """The product with a packed matrix, as TorchScript: only so can `runner.capture` record it."""
+    source = """
+def packed_product(x: Tensor, packed: Tensor) -> Tensor:
+    scalars = torch.jit.annotate(List[Optional[Union[complex, float, int]]], [])
+    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", scalars, "")
+"""
+    return torch.jit.CompilationUnit(source).packed_product
 
 
 def pack_matrices(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from treedraft.kv.pool import LatentPool
 from treedraft.models.config import ModelConfig
 from treedraft.models.draft.eagle3 import Eagle3MlaHead, load_head
 from treedraft.models.registry import load_model
+from treedraft.runner.capture import CapturedRounds, can_capture
 from treedraft.runner.drafter import EagleDrafter
 from treedraft.runner.round import Target
 from treedraft.runner.runner import Runner
@@ -89,6 +90,10 @@ def build(config: EngineConfig) -> Built:
     pages = PageTable(config.max_batch, table_width, device)
     num_steps = 0 if speculative is None else speculative.num_steps
     runner = Runner(target, drafter, state, pages, config.page_size, tail, num_steps, device)
+    if config.capture != "off" and can_capture(drafter, device):
+        runner.captured = CapturedRounds(target, drafter, state, num_steps)
+    elif config.capture == "on":
+        raise ConfigError(f"capture 'on' needs a CPU for now; the device is {config.device}: use 'auto' or 'off'")
     kv = KVManager(PageAllocator(num_pages), config.page_size, table_width)
     num_usable = kv.allocator.num_allocatable
     notes.append(

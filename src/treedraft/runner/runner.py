@@ -10,6 +10,7 @@ from torch import Tensor
 
 from treedraft.kv.page_table import PageTable
 from treedraft.runner.batch import DecodeBatch, pack_decode, pack_prefill
+from treedraft.runner.capture import CapturedRounds
 from treedraft.runner.drafter import Drafter, chain_bits
 from treedraft.runner.round import RoundTensors, Target, run_prefill, run_round
 from treedraft.runner.state import DeviceState
@@ -54,6 +55,7 @@ class Runner:
         self.target, self.drafter, self.state, self.pages = target, drafter, state, pages
         self.page_size, self.num_steps, self.device = page_size, num_steps, device
         self.chain = chain_bits(tail, device)
+        self.captured: CapturedRounds | None = None  # None: every round runs eagerly
         self.observer: RoundObserver | None = None  # debug.trace listens here
 
     @torch.inference_mode()
@@ -84,7 +86,10 @@ class Runner:
     def _launch_round(self, rows: tuple[DecodeRow, ...]) -> HostCopy:
         batch = pack_decode(rows, self.state, self.pages, self.page_size, self.target.attention, self.chain)
         sampling = self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows))
-        result = run_round(batch, sampling, self.target, self.drafter, self.state, self.num_steps)
+        if self.captured is not None and self.captured.drafter is self.drafter:
+            result = self.captured.run(batch, sampling)
+        else:
+            result = run_round(batch, sampling, self.target, self.drafter, self.state, self.num_steps)
         if self.observer is not None:
             self.observer(rows, batch, result)
         return self._copy_out(rows, result, is_round=True)
