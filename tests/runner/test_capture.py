@@ -1,4 +1,4 @@
-"""Recorded rounds equal eager ones, tree for tree, over every stage, batch and length; nothing of the recording stays."""
+"""Recorded rounds equal eager ones, tree for tree, over stages, batches and lengths; nothing of the recording stays."""
 
 import pytest
 import torch

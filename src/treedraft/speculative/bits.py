@@ -16,7 +16,7 @@ def bits_of(x: Tensor) -> Tensor:
 
     A view; a copy while TorchScript records (runner.capture), whose `view` to another dtype fails.
     """
-    return _copied_bits()(x) if torch.jit.is_tracing() else x.view(INTEGER[x.dtype])
+    return _copied_bits()(x) if torch._C._get_tracing_state() is not None else x.view(INTEGER[x.dtype])
 
 
 @cache
