@@ -21,15 +21,15 @@ def demo_prompts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def plain64():
-    """The demo model in float64 without speculation: what every exact test compares with."""
+    """The demo model in float64 without speculation, run eagerly: what every exact test compares with."""
     from treedraft import LLM
 
-    return LLM("demo", dtype="float64", device="cpu", speculative=None, max_batch=4, max_context=512)
+    return LLM("demo", dtype="float64", device="cpu", speculative=None, max_batch=4, max_context=512, capture="off")
 
 
 @pytest.fixture(scope="session")
 def tree64():
-    """The demo model in float64 with the default tree."""
+    """The demo model in float64 with the default tree, run eagerly: planted faults replace Python functions."""
     from treedraft import LLM
 
-    return LLM("demo", dtype="float64", device="cpu", max_batch=4, max_context=512)
+    return LLM("demo", dtype="float64", device="cpu", max_batch=4, max_context=512, capture="off")

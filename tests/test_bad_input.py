@@ -48,7 +48,7 @@ def small_llm(folder: Path, **options: Any) -> LLM:
         "speculative": SMALL_TREE,
         **options,
     }
-    return LLM(str(folder / "model"), draft=str(folder / "draft"), **settings)
+    return LLM(str(folder / "model"), draft=str(folder / "draft"), capture="off", **settings)
 
 
 SMALL_PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [1, 2]]

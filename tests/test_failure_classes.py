@@ -46,7 +46,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
 def make_llm(shape: tuple[int, int, int] | None = (5, 4, 16), **options: Any) -> LLM:
     speculative = None if shape is None else SpeculativeConfig(*shape)
     settings = {"max_batch": 4, "max_context": 128, **options}
-    return LLM("demo", dtype="float64", device="cpu", speculative=speculative, **settings)
+    return LLM("demo", dtype="float64", device="cpu", speculative=speculative, capture="off", **settings)
 
 
 def expect(check: Callable[[], Problems], fault: Fault | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,7 @@ class EngineConfig:
     # "auto": off on the CPU; on a GPU on, unless the attention backend plans on the host
     attention_backend: str = "auto"  # verifies and decodes; a name of attention.BACKENDS; "auto": torch
     draft_attention_backend: str = "auto"  # drafts; "auto": the same as attention_backend
+    capture: str = "auto"  # record rounds and replay them without Python: "auto" (on a CPU), "on" or "off"
     seed: int = 0  # requests without a seed of their own derive one from this
 
     def check(self) -> None:
@@ -99,6 +100,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer of at least {low}; got {value!r}")
         if self.max_context is not None and (not isinstance(self.max_context, int) or self.max_context < 2):
             raise ConfigError(f"max_context must be at least 2 tokens; got {self.max_context!r}")
+        if self.capture not in ("auto", "on", "off"):
+            raise ConfigError(f"capture must be auto, on or off; got {self.capture!r}")
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(f"mem_fraction_static must be between 0 and 1; got {self.mem_fraction_static!r}")
         if self.kv_memory_bytes is not None and self.kv_memory_bytes < 1:

@@ -54,6 +54,7 @@ class LLM:
         attention_backend: str = "auto",
         draft_attention_backend: str = "auto",
         debug: str | None = None,  # "redzone", "redzone,unguarded": see debug.redzone
+        capture: str = "auto",
     ):
         has_cuda = torch.cuda.is_available()
         config = EngineConfig(
@@ -71,6 +72,7 @@ class LLM:
             cuda_graph=cuda_graph,
             attention_backend=attention_backend,
             draft_attention_backend=draft_attention_backend,
+            capture=capture,
             seed=seed,
         ).resolve(has_cuda)
         # By name: nothing but this line knows that there is debugging, and nothing pays for it.

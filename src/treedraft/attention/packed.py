@@ -245,7 +245,7 @@ def build_packed(
     path_lens = unpack_bits(ancestor_bits, tree_len).sum(-1)  # [B, R]
     ends = (prefix_lens[:, None] + path_lens).flatten().cumsum(0)
     need = ends[-1]
-    kv_indptr[0] = 0
+    kv_indptr[:1].zero_()  # an assignment would copy from the host, which a capture refuses
     torch.mul(ends, need <= len(kv_indices), out=kv_indptr[1:])
     arguments = page_table, prefix_lens, tail_slots, ancestor_bits, tree_len, max_len, page_size, kv_indptr, kv_indices
     if kv_indices.is_meta:  # a dry run; on a GPU filling takes no memory of its own, on a CPU less than reading

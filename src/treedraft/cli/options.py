@@ -85,8 +85,8 @@ class EngineOptions:
     cuda_graph: Annotated[
         str,
         typer.Option(
-            help="auto, on, off, or eager: rounds as replayed CUDA graphs. auto: on a GPU, unless the attention backend "
-            "plans on the host; eager: on a graph's static buffers, without capture.",
+            help="auto, on, off, or eager: rounds as replayed CUDA graphs. auto: on a GPU, unless the attention "
+            "backend plans on the host; eager: on a graph's static buffers, without capture.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto"

@@ -7,7 +7,8 @@ dimensions [a, b, c] is stored as the matrix [a * b, c].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +50,8 @@ class Matrix:
 
     On a CPU the plain product packs the matrix anew for each call and reads it in an order that memory dislikes. Over
     40 matrices of 1024 x 256, more than the cache holds, a product with 1, 4 and 16 rows took 132, 208 and 246 us
-    plain, 54, 56 and 81 us packed (2 cores, 2026-12-01). The copy serves inference only, in float32, and is stale once the
-    weight changes.
+    plain, 54, 56 and 81 us packed (2 cores, 2026-12-01). The copy serves inference only, in float32, and is stale
+    once the weight changes.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -79,13 +80,24 @@ class Matrix:
         packed = self.packed
         if packed is None or x.dtype != torch.float32 or torch.is_grad_enabled():
             return F.linear(x, self.weight)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        return packed_product()(x, packed)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return [..., in] -> [..., out] in at least float32."""
         if self.packed is None or torch.is_grad_enabled():
             return linear_float32(x, self.weight)
-        return torch.ops.mkldnn._linear_pointwise(x.float(), self.packed, None, "none", [], "")
+        return packed_product()(x.float(), self.packed)
+
+
+@cache
+def packed_product() -> Callable[[Tensor, Tensor], Tensor]:
+    """The product with a packed matrix, as TorchScript: only so can `runner.capture` record it."""
+    source = """
+def packed_product(x: Tensor, packed: Tensor) -> Tensor:
+    scalars = torch.jit.annotate(List[Optional[Union[complex, float, int]]], [])
+    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", scalars, "")
+"""
+    return torch.jit.CompilationUnit(source).packed_product
 
 
 def pack_matrices(model: nn.Module, device_type: str | None = None) -> None:

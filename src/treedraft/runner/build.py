@@ -24,6 +24,7 @@ from treedraft.models.deepseek import DeepseekModel
 from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, load_head, read_head_config, target_tables
 from treedraft.models.layers import pack_matrices
 from treedraft.models.registry import load_model, model_class
+from treedraft.runner.capture import CapturedRounds, can_capture
 from treedraft.runner.drafter import EagleDrafter, chain_bits
 from treedraft.runner.graphs import init_graph_state
 from treedraft.runner.round import Target
@@ -228,6 +229,13 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
         f"{bytes_per_page // config.page_size} bytes a token"
     )
     config, graph_notes = init_graphs(runner, config, buffers)
+    if runner.graphs is None and config.capture != "off" and can_capture(runner.target, runner.drafter, device):
+        runner.captured = CapturedRounds(runner.target, runner.drafter, runner.state, runner.num_steps)
+    elif config.capture == "on":
+        raise ConfigError(
+            "capture 'on' records rounds on a CPU with the torch attention backend and without static buffers; the device "
+            f"is {config.device}, the backend {config.attention_backend}: use 'auto' or 'off'"
+        )
     notes = (*layout.notes, note, *graph_notes)
     sizes = {record.name: record.bytes for record in buffers.records if record.kind == "kv"}
     return Built(runner, kv, config, layout.model.vocab_size, layout.model.eos_token_ids, notes, sizes)

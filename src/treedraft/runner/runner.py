@@ -13,6 +13,7 @@ from treedraft.attention.packed import read_overflow
 from treedraft.errors import InvariantError
 from treedraft.kv.page_table import PageTable
 from treedraft.runner.batch import DecodeBatch, pack_decode, pack_prefill
+from treedraft.runner.capture import CapturedRounds
 from treedraft.runner.drafter import Drafter
 from treedraft.runner.graphs import GraphState
 from treedraft.runner.round import RoundTensors, Target, run_prefill, run_round
@@ -69,6 +70,7 @@ class Runner:
         self.page_size, self.num_steps, self.device = page_size, num_steps, device
         self.chain = chain  # [tail, words] int64: ancestor bits of a chain
         self.graphs: GraphState | None = None  # rounds on static buffers, see runner.graphs; None: made anew each time
+        self.captured: CapturedRounds | None = None  # rounds recorded on a CPU, see runner.capture
         self.observer: RoundObserver | None = None  # debug.trace listens here
 
     @torch.inference_mode()
@@ -124,7 +126,10 @@ class Runner:
             batch, result = self.graphs.run(rows)
         else:
             batch = pack_decode(rows, self.state, self.pages, self.page_size, self.target.attention, self.chain)
-            result = self.run_round(batch, self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows)))
+            sampling = self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows))
+            records = self.captured
+            is_recorded = records is not None and records.drafter is self.drafter
+            result = records.run(batch, sampling) if records and is_recorded else self.run_round(batch, sampling)
         if self.observer is not None:
             self.observer(rows, batch, result)
         return self._copy_out(rows, result, is_round=True)

@@ -17,6 +17,8 @@ from decimal import Decimal, localcontext
 import torch
 from torch import Tensor
 
+from treedraft.speculative.bits import bits_of
+
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57  # multipliers of counter words 0 and 2
@@ -119,7 +121,7 @@ def _neg_log(x: Tensor) -> Tensor:
     are enough. Around 1 the inverse is exactly 1, hence no cancellation; inverses have 14 bits, so that r is exact.
     """
     inverses, logs = log_tables(x.device)
-    cell = (x.view(torch.int64) >> LOG_SHIFT).sub_(LOG_FIRST_CELL).flatten()
+    cell = (bits_of(x) >> LOG_SHIFT).sub_(LOG_FIRST_CELL).flatten()
     r = inverses.index_select(0, cell).view_as(x).mul_(x).sub_(1.0)
     series = (r * 0.25).sub_(1 / 3).mul_(r).add_(0.5).mul_(r).sub_(1.0).mul_(r)
     return series.add_(logs.index_select(0, cell).view_as(x))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treedraft.speculative.bits import bits_of
 from treedraft.types import DraftTree
 
 STAGES = frozenset({"penalties", "bias", "min_tokens", "noise", "top_k", "top_p", "min_p"})
@@ -162,7 +163,7 @@ def _first_until(below_max: Tensor, mass: Tensor, target: Tensor) -> Tensor:
     Histograms of integers are exact, hence the same on any device and in any order of summation.
     """
     integer = torch.int32 if below_max.dtype == torch.float32 else torch.int64
-    key = below_max.view(integer) & torch.iinfo(integer).max
+    key = bits_of(below_max) & torch.iinfo(integer).max
     digit = torch.empty_like(key)  # work space: fresh memory for each pass would cost more than the arithmetic
     index = torch.empty_like(mass)
     prefix = torch.zeros_like(target, dtype=integer)
