@@ -233,8 +233,8 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
         runner.captured = CapturedRounds(runner.target, runner.drafter, runner.state, runner.num_steps)
     elif config.capture == "on":
         raise ConfigError(
-            "capture 'on' records rounds on a CPU with the torch attention backend and without static buffers; the device "
-            f"is {config.device}, the backend {config.attention_backend}: use 'auto' or 'off'"
+            "capture 'on' records rounds on a CPU, with the torch attention backend and without static buffers; "
+            f"the device is {config.device}, the backend {config.attention_backend}: use 'auto' or 'off'"
         )
     notes = (*layout.notes, note, *graph_notes)
     sizes = {record.name: record.bytes for record in buffers.records if record.kind == "kv"}
