@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 def make_llm(folder: Path, shape: tuple[int, int, int] | None, **options: Any) -> LLM:
     """An engine over a random target and a random head; shape: num_steps, topk, num_draft_tokens, or None."""
-    settings = {"max_batch": 4, "max_context": 32, "page_size": 3, **options}
+    settings = {"max_batch": 4, "max_context": 32, "page_size": 3, "capture": "off", **options}
     speculative = None if shape is None else SpeculativeConfig(*shape)
     return LLM(
         **write_pair(folder / "pair"), dtype="float64", device="cpu", speculative=speculative, capture="off", **settings
