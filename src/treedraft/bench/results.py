@@ -43,19 +43,17 @@ def describe_versions() -> dict[str, str | None]:
 
 
 def describe_commit() -> str | None:
-    """The source's commit, with "-dirty" when files differ from it; None outside a checkout.
+    """The source's commit, with "-dirty" when files differ from it; None where neither git nor a note knows it.
 
     A checkout that was copied without its .git may name its commit in a file COMMIT beside pyproject.toml.
     """
-    copied = Path(__file__).parents[3] / "COMMIT"
-    if copied.exists():
-        return copied.read_text(encoding="utf-8").strip()
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+        note = Path(__file__).parents[3] / "COMMIT"
+        return note.read_text(encoding="utf-8").strip() if note.exists() else None
 
 
 def json_safe(value: Any) -> Any:
