@@ -133,8 +133,8 @@ def as_svg(trace: RoundTrace, decode: Decode, title: str = "One round of tree sp
         parts.append(_edge(start, end))
     parts += [_node(box) for box in boxes]
     parts.append(
-        f'<text class="soft" x="{_MARGIN}" y="{height - 14:.0f}">number: the draft\'s probability, sharpened as it ranks · green: accepted · '
-        "violet: the target's own next token</text>"
+        f'<text class="soft" x="{_MARGIN}" y="{height - 14:.0f}">number: the draft\'s probability, '
+        "sharpened as it ranks · green: accepted · violet: the target's own next token</text>"
     )
     return "\n".join([*parts, "</svg>", ""])
 
