@@ -85,7 +85,9 @@ class EngineConfig:
     # "auto": off on the CPU; on a GPU on, unless the attention backend plans on the host
     attention_backend: str = "auto"  # verifies and decodes; a name of attention.BACKENDS; "auto": torch
     draft_attention_backend: str = "auto"  # drafts; "auto": the same as attention_backend
-    capture: str = "auto"  # record rounds and replay them without Python: "auto" (on a CPU), "on" or "off"
+    capture: str = (
+        "auto"  # record rounds and replay them without Python: "auto" (on a CPU, once it pays), "on" (at once), "off"
+    )
     seed: int = 0  # requests without a seed of their own derive one from this
 
     def check(self) -> None:

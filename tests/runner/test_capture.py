@@ -39,7 +39,7 @@ def test_captured_rounds_equal_eager_tree_for_tree(pair, demo_prompts, name):
         found.append(([o.outputs[0].token_ids for o in outputs], slots))
     assert found[0] == found[1]
     records = pair[0].runner.captured._records
-    assert any(record is not None for record in records.values()), "nothing was recorded: the test shows nothing"
+    assert records, "nothing was recorded: the test shows nothing"
 
 
 def test_capture_leaves_the_state_as_it_was(demo_prompts):
@@ -69,6 +69,15 @@ def test_captured_float32_with_packed_weights_equals_eager(demo_prompts):
         for mode in ("on", "off")
     ]
     assert texts[0] == texts[1]
+
+
+def test_capture_auto_records_only_what_occurs_often(demo_prompts):
+    llm = make("auto", (1, 2, 3))
+    captured = llm.runner.captured
+    llm.generate(demo_prompts[0], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), progress=False)
+    assert not captured._records and captured.record_after > 10
+    llm.generate(demo_prompts[0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), progress=False)
+    assert set(captured._records) == {(1, frozenset())}
 
 
 def test_capture_unknown_mode_is_refused():

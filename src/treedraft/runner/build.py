@@ -24,7 +24,7 @@ from treedraft.models.deepseek import DeepseekModel
 from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, load_head, read_head_config, target_tables
 from treedraft.models.layers import pack_matrices
 from treedraft.models.registry import load_model, model_class
-from treedraft.runner.capture import CapturedRounds, can_capture
+from treedraft.runner.capture import RECORD_AFTER, CapturedRounds, can_capture
 from treedraft.runner.drafter import EagleDrafter, chain_bits
 from treedraft.runner.graphs import init_graph_state
 from treedraft.runner.round import Target
@@ -230,7 +230,13 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
     )
     config, graph_notes = init_graphs(runner, config, buffers)
     if runner.graphs is None and config.capture != "off" and can_capture(runner.target, runner.drafter, device):
-        runner.captured = CapturedRounds(runner.target, runner.drafter, runner.state, runner.num_steps)
+        runner.captured = CapturedRounds(
+            runner.target,
+            runner.drafter,
+            runner.state,
+            runner.num_steps,
+            record_after=1 if config.capture == "on" else RECORD_AFTER,
+        )
     elif config.capture == "on":
         raise ConfigError(
             "capture 'on' records rounds on a CPU, with the torch attention backend and without static buffers; "

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -22,8 +22,8 @@ def bits_of(x: Tensor) -> Tensor:
 @cache
 def _copied_bits() -> Callable[[Tensor], Tensor]:
     """An operator that TorchScript calls without looking inside. Registered once for the process."""
-    library = torch.library.Library("treedraft", "DEF")
-    library.define("bits_of(Tensor x) -> Tensor")
-    library.impl("bits_of", lambda x: x.view(INTEGER[x.dtype]).clone(), "CompositeExplicitAutograd")
-    _copied_bits.library = library  # type: ignore[attr-defined]  # it lives as long as the operator
+    operators = library.Library("treedraft", "DEF")
+    operators.define("bits_of(Tensor x) -> Tensor")
+    operators.impl("bits_of", lambda x: x.view(INTEGER[x.dtype]).clone(), "CompositeExplicitAutograd")
+    _copied_bits.owner = operators  # type: ignore[attr-defined]  # the operator lives as long as it
     return torch.ops.treedraft.bits_of
