@@ -20,7 +20,7 @@ test: $(STAMP) ## run the tests (without the slow ones)
 test-slow: $(STAMP) ## run the slow tests (up to an hour)
 	$(BIN)/python -m pytest -q -m slow
 
-check: format lint types test toggles ## format, lint, types, tests and toggles: what CI runs
+check: format lint types toggles test ## format, lint, types, toggles and tests: what CI runs
 
 format: $(STAMP) ## is the code formatted? (to format it: .venv/bin/ruff format)
 	$(BIN)/ruff format --check .
