@@ -16,7 +16,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 @pytest.mark.parametrize("rows", [1, 3, 16, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_packed_weight_equal_plain(rows: int, dtype: torch.dtype) -> None:
-    vocab = Matrix(random(900, 200, dtype=dtype))
+    vocab = Matrix(random(900, 200, dtype=dtype), gives_logits=True)
     x = random(2, rows, 200, dtype=dtype, seed=1)
     expected = x.float() @ vocab.weight.float().T
     vocab.pack()
@@ -43,6 +43,14 @@ def test_logits_of_packed_weight_have_gradients() -> None:
     x = random(4, 200).requires_grad_()
     vocab.logits(x).sum().backward()
     torch.testing.assert_close(x.grad, vocab.weight.sum(0).expand(4, -1), **TOLERANCE)
+
+
+def test_pack_in_bfloat16_copies_the_lm_head_alone() -> None:
+    """Other products of a bfloat16 model are bfloat16: a float32 copy would take memory and never serve."""
+    for gives_logits in (True, False):
+        matrix = Matrix(random(900, 200, dtype=torch.bfloat16), gives_logits)
+        matrix.pack()
+        assert (matrix.packed is not None) == gives_logits
 
 
 def test_pack_in_float64_keeps_the_plain_weight() -> None:

@@ -64,7 +64,7 @@ class DeepseekModel(nn.Module):
             if config.tie_word_embeddings
             else empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         )
-        self.vocab = Matrix(self.head)
+        self.vocab = Matrix(self.head, gives_logits=True)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings, [...] int64 -> [..., H]."""

@@ -54,8 +54,10 @@ class Matrix:
     once the weight changes.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, gives_logits: bool = False) -> None:
+        """gives_logits: an lm_head, whose product is float32 in a bfloat16 model too, and so is its copy."""
         self.weight = weight
+        self.gives_logits = gives_logits
         self.packed: Tensor | None = None
 
     def pack(self, device_type: str | None = None) -> None:
@@ -72,8 +74,9 @@ class Matrix:
 
     def packed_bytes(self, device_type: str) -> int:
         """Bytes of the copy that `pack` makes on such a device; 0 where it would not serve."""
-        is_served = device_type == "cpu" and self.weight.dtype != torch.float64 and torch.backends.mkldnn.is_available()
-        return self.weight.numel() * 4 if is_served and self.weight.numel() >= PACKED_SIZE else 0
+        is_float32 = self.weight.dtype == torch.float32 or (self.weight.dtype == torch.bfloat16 and self.gives_logits)
+        is_served = device_type == "cpu" and is_float32 and self.weight.numel() >= PACKED_SIZE and has_packed_product()
+        return self.weight.numel() * 4 if is_served else 0
 
     def linear(self, x: Tensor) -> Tensor:
         """Return [..., in] -> [..., out] in x's dtype."""
@@ -87,6 +90,12 @@ class Matrix:
         if self.packed is None or torch.is_grad_enabled():
             return linear_float32(x, self.weight)
         return packed_product()(x.float(), self.packed)
+
+
+def has_packed_product() -> bool:
+    """Whether this build of torch has oneDNN's product with a packed matrix."""
+    names = ("_reorder_linear_weight", "_linear_pointwise")
+    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
 @cache

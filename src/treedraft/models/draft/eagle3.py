@@ -152,7 +152,7 @@ class Eagle3MlaHead(nn.Module):
             self.own_embedding = empty_weight(config.vocab_size, size, dtype=dtype, device=device)
         if config.has_own_lm_head:
             self.own_lm_head = empty_weight(config.draft_vocab_size, size, dtype=dtype, device=device)
-        self.vocab = Matrix(self.own_lm_head) if config.has_own_lm_head else target.vocab
+        self.vocab = Matrix(self.own_lm_head, gives_logits=True) if config.has_own_lm_head else target.vocab
         if config.has_vocab_map:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool, device=device))
