@@ -157,7 +157,7 @@ def test_model_on_random_checkpoint_equals_transformers(name: str, tmp_path: Pat
         assert len(set(ours)) > 4  # not a constant, which would prove little
 
 
-@pytest.mark.parametrize("name", ["v2-groups-qlora", "v3-yarn-unequal", "v3-halves"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_model_in_float64_absorbed_equals_expanded(name: str, tmp_path: Path) -> None:
     build_hf(name, tmp_path)
     model = load_model(tmp_path, max_positions=32, dtype=torch.float64)
