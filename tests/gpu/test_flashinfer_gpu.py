@@ -1,5 +1,6 @@
 """FlashInfer's kernels over packed lists, against plain torch: the attention alone, then trees and text."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ import treedraft
 from graph_cases import run
 from treedraft import LLM, SamplingParams, SpeculativeConfig
 from treedraft.attention import make_backend
+from treedraft.attention.packed import Reserved, new_record, verify_limits
 from treedraft.attention.reference import TorchTreeAttention
+from treedraft.debug.differences import gaps_at
 from treedraft.demo.padding import pad_checkpoint
 from treedraft.errors import ConfigError
 from treedraft.kv.allocator import NUM_RESERVED_PAGES
+from treedraft.kv.buffers import Buffers
 from treedraft.types import TreeRows
 
 pytestmark = [
@@ -22,6 +26,9 @@ pytestmark = [
 pytest.importorskip("flashinfer")
 NAMES = ["flashinfer", "flashinfer-merged"]
 SCALE = 192**-0.5
+GREEDY = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 4
+# Logits are near 10, where neighbouring bfloat16 numbers lie 0.06 apart, and several layers add up.
+NEAR_IN_BFLOAT16 = 0.25
 
 
 def random_rows(page_size, lens, num_nodes, seed=0):
@@ -57,7 +64,7 @@ def error_of(given, wanted):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("lens", "nodes"), [([0, 1, 77, 300], 6), ([513], 16), ([40] * 9, 1)], ids=str)
 def test_run_mla_equals_torch(name, page_size, lens, nodes):
     rows, num_slots = random_rows(page_size, lens, nodes)
@@ -96,24 +103,60 @@ def make_llm(padded, backend, topk, page_size, cuda_graph="off"):
     )
 
 
+@pytest.fixture(scope="module")
+def torch_runs(padded, demo_prompts):
+    """By topk: an engine on torch's backend, its texts and its rounds."""
+    made = {}
+
+    def of(topk):
+        if topk not in made:
+            llm = make_llm(padded, "torch", topk, 16)
+            made[topk] = llm, run(llm, demo_prompts[:4], GREEDY)
+        return made[topk]
+
+    return of
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("topk", "page_size"), [(1, 1), (1, 16), (4, 1), (4, 16)])
-def test_generate_graph_equals_eager_tree_for_tree_and_torch_in_bfloat16(
-    padded, demo_prompts, name, topk, page_size, record_property
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("topk", [1, 2, 4, 8])
+def test_generate_graph_equals_eager_tree_for_tree_and_torch_up_to_near_ties(
+    padded, demo_prompts, torch_runs, name, topk, page_size, record_property
 ):
-    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 4
     prompts = demo_prompts[:4]
-    eager = run(make_llm(padded, name, topk, page_size), prompts, params)
-    graph = run(make_llm(padded, name, topk, page_size, "on"), prompts, params)
-    wanted = run(make_llm(padded, "torch", topk, page_size), prompts, params)
-    same_as_torch = [sum(a == b for a, b in zip(x, y)) / len(y) for x, y in zip(eager[0], wanted[0])]
-    record_property("share of torch's tokens", same_as_torch)
-    assert graph[0] == eager[0]
-    assert graph[1] == eager[1]
-    # bfloat16 rounds a near-tie another way now and then; from there a greedy text goes its own way.
-    assert sum(share == 1 for share in same_as_torch) >= 2
-    rounds, wanted_rounds = (sum(len(r) for r in x[1].values()) for x in (eager, wanted))
-    assert abs(rounds - wanted_rounds) <= 0.25 * wanted_rounds
+    eager = run(make_llm(padded, name, topk, page_size), prompts, GREEDY)
+    graph = run(make_llm(padded, name, topk, page_size, "on"), prompts, GREEDY)
+    assert graph == eager
+    torch_llm, (wanted, wanted_rounds) = torch_runs(topk)
+    gaps = [gap_of_first_difference(torch_llm, *texts) for texts in zip(prompts, eager[0], wanted, strict=True)]
+    record_property("gaps of texts", [g for g in gaps if g is not None])
+    assert all(g is None or g < NEAR_IN_BFLOAT16 for g in gaps), gaps
+    # The first round's tree comes from the same state in both: the same nodes, but for near-ties of draft scores.
+    shares = [share_of_nodes(eager[1][i][0], wanted_rounds[i][0]) for i in range(4)]
+    record_property("share of the first tree's nodes", shares)
+    assert sum(shares) / 4 >= 0.85, shares
+
+
+def gap_of_first_difference(llm, prompt, given, wanted):
+    """None for equal texts; else how near to a tie the choice was, in the target's logits or a router's scores."""
+    differing = [i for i, (a, b) in enumerate(zip(given, wanted, strict=True)) if a != b]
+    if not differing:
+        return None
+    gaps = gaps_at(llm, llm.encode(prompt), wanted[: differing[0]], GREEDY[0], 0)
+    return min(gaps.top_two, gaps.router)
+
+
+def share_of_nodes(given, wanted):
+    """Of the wanted tree's nodes, named by their paths of tokens, the share that the given tree has too."""
+    paths = [tree_paths(*round_[1:3]) for round_ in (given, wanted)]
+    return len(paths[0] & paths[1]) / len(paths[1])
+
+
+def tree_paths(token_ids, parents):
+    paths = []
+    for token, parent in zip(token_ids, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return set(paths)
 
 
 def test_flashinfer_refuses_other_latents_at_start():
@@ -122,12 +165,36 @@ def test_flashinfer_refuses_other_latents_at_start():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_run_gqa_equals_torch(name):
-    page_size, lens, nodes = 16, [3, 77, 300], 6
-    rows, num_slots = random_rows(page_size, lens, nodes)
-    k, v = (torch.randn(num_slots, 2, 128, device="cuda").bfloat16() for _ in range(2))
-    q = torch.randn(len(lens), nodes, 8, 128, device="cuda").bfloat16()
-    backend, torch_backend = make_backend(name), TorchTreeAttention()
-    out = backend.run_gqa(backend.plan(rows, page_size), k, v, q, 128**-0.5)
-    wanted = torch_backend.run_gqa(torch_backend.plan(rows, page_size), k.float(), v.float(), q.float(), 128**-0.5)
-    assert error_of(out, wanted) < 1e-2
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("topk", [1, 2, 4, 8])
+def test_run_gqa_equals_torch_eager_and_in_a_graph(name, topk, page_size):
+    """A draft forward's rows, then a verification's, of a layer of 8 query heads on 2 of KV."""
+    for nodes in (topk, 2 + 2 * topk):
+        memory = Buffers("cuda")
+        reserved = Reserved(verify_limits(3, nodes, nodes - 1, 400), memory, new_record(memory))
+        backend, torch_backend = make_backend(name, reserved), TorchTreeAttention()
+        slots = NUM_RESERVED_PAGES * page_size + 3 * (400 + nodes + 2 * page_size)
+        k, v = (torch.randn(slots, 2, 128, device="cuda").bfloat16() for _ in range(2))
+        q = torch.randn(3, nodes, 8, 128, device="cuda").bfloat16()
+        graph, static = None, None
+        for seed, lens in enumerate(([3, 77, 300], [300, 0, 1], [64, 65, 63])):
+            rows, num_slots = random_rows(page_size, lens, nodes, seed)
+            assert num_slots <= slots
+            rows = replace(rows, max_kv_len=300)
+            wanted = torch_backend.run_gqa(
+                torch_backend.plan(rows, page_size), k.float(), v.float(), q.float(), 128**-0.5
+            )
+            out = backend.run_gqa(backend.plan(rows, page_size), k, v, q, 128**-0.5)  # plans on the host, too
+            assert error_of(out, wanted) < 1e-2
+            if graph is None:
+                planned = backend.plan(rows, page_size)
+                backend.run_gqa(planned, k, v, q, 128**-0.5)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    static = backend.run_gqa(planned, k, v, q, 128**-0.5)
+                for launch in backend._launches.values():
+                    launch.is_captured = True  # a plan that no longer fits the graph is an error from here on
+            static.fill_(torch.nan)
+            graph.replay()  # over the lists and plans that the eager call just made
+            assert error_of(static, wanted) < 1e-2
