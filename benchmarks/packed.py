@@ -1,8 +1,8 @@
 """FlashInfer's MLA by one list a row, by prefix + tail, and plain torch, side by side: python benchmarks/packed.py
 
 Random trees over random pages of a GPU, 16 heads, latent 512 + rope 64, bfloat16. For each shape of a forward (draft:
-topk rows; verification: num_draft_tokens rows): microseconds of a layer's attention in a graph with a cold L2 cache, of a
-forward's plan (layout on the device, and what the backend plans on the host), and the lists' bytes.
+topk rows; verification: num_draft_tokens rows): microseconds of a layer's attention, in a graph and with a cold L2
+cache, of a forward's plan (layout on the device, and what the backend plans on the host), and the lists' bytes.
 """
 
 import argparse
