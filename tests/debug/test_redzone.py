@@ -170,7 +170,8 @@ def test_unknown_mode_raises(mode: str) -> None:
 
 # ---------------------------------------------------------------- a list that is too small
 
-SMALL = 'device="cpu", max_batch=2, max_context=64, attention_backend="packed-torch", speculative=shape'
+SMALL = 'device="cpu", max_batch=2, max_context=64, attention_backend=BACKEND, speculative=shape'
+FIXED_IN = {"27460": "packed-torch", "27338": "packed-torch-merged"}
 SCRIPT = f"""
 from treedraft import LLM, SamplingParams, SpeculativeConfig
 from treedraft.debug.redzone import RedZoneError
@@ -187,15 +188,18 @@ except RedZoneError as error:
 """
 
 
-def run_reverted(mode: str, fixes: str, cache: Path) -> str:
+def run_reverted(mode: str, fixes: str, cache: Path, backend: str = "packed-torch") -> str:
     environment = {**os.environ, "TREEDRAFT_REVERT_FIX": fixes, "XDG_CACHE_HOME": str(cache)}
-    code = SCRIPT.replace("MODE", repr(mode))
+    code = SCRIPT.replace("MODE", repr(mode)).replace("BACKEND", repr(backend))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def test_reverted_width_is_refused_by_the_check_with_red_zones_on(tmp_path: Path) -> None:
-    assert run_reverted("redzone", "27460", tmp_path) == "['error', 'error']"
+@pytest.mark.parametrize("fix", ["27460", "27338"])
+@pytest.mark.parametrize("fixes", ["one", "both"])
+def test_reverted_width_is_refused_by_the_check_with_red_zones_on(fix: str, fixes: str, tmp_path: Path) -> None:
+    reverted = fix if fixes == "one" else ",".join(FIXED_IN)
+    assert run_reverted("redzone", reverted, tmp_path, FIXED_IN[fix]) == "['error', 'error']"
 
 
 def test_reverted_width_unguarded_changes_exactly_the_words_past_the_row(tmp_path: Path) -> None:
@@ -206,5 +210,15 @@ def test_reverted_width_unguarded_changes_exactly_the_words_past_the_row(tmp_pat
     assert (int(first), int(last), int(count)) == (0, need - width - 1, need - width)
 
 
-def test_right_width_unguarded_stays_clean(tmp_path: Path) -> None:
-    assert run_reverted("redzone,unguarded", "", tmp_path) == "['length', 'length']"
+def test_reverted_path_width_unguarded_changes_exactly_the_words_past_the_row(tmp_path: Path) -> None:
+    width = packed.packed_width(2, 1, 0, 3)  # what the fault allocates: one row's path a sequence
+    need = 2 * 4 * 2  # the last draft level: each of 4 rows of 2 sequences lists its 2 ancestors
+    found = run_reverted("redzone,unguarded", "27338", tmp_path, "packed-torch-merged")
+    name, place, first, last, count = found.split("|")
+    assert (name, place) == ("draft path kv_indices", "behind row 0")
+    assert (int(first), int(last), int(count)) == (0, need - width - 1, need - width)
+
+
+@pytest.mark.parametrize("backend", FIXED_IN.values())
+def test_right_width_unguarded_stays_clean(backend: str, tmp_path: Path) -> None:
+    assert run_reverted("redzone,unguarded", "", tmp_path, backend) == "['length', 'length']"

@@ -218,7 +218,12 @@ class FlashInferAttention(PackedTorchAttention):
             uses = {"attention": WORKSPACE_BYTES} | {f"{part} plan": PLAN_BYTES for part in self.parts}
             self._reserved = {
                 use: reserved.memory.allocate(
-                    f"{reserved.limits.forward} {use} workspace", "workspace", (size,), torch.uint8, self.name
+                    f"{reserved.limits.forward} {use} workspace",
+                    "workspace",
+                    (size,),
+                    torch.uint8,
+                    self.name,
+                    "bytes that FlashInfer asks for",
                 )
                 for use, size in uses.items()
             }
