@@ -109,7 +109,6 @@ def corpus_folder(tmp_path: Path) -> Path:
 
 
 def test_train_tiny_run_exports_checkpoints_that_load(corpus_folder: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(recipe, "TARGET_FIELDS", FIELDS)
     monkeypatch.setattr(recipe, "MAX_POSITIONS", 64)
     prompts = [Prompt(d, (1, 2, 3)) for d in ("story", "kid", "fiction", "code")]
     monkeypatch.setattr(recipe, "read_prompts", lambda *_: prompts)
@@ -127,6 +126,7 @@ def test_train_tiny_run_exports_checkpoints_that_load(corpus_folder: Path, tmp_p
         SMALL_HEAD,
         recipe.EvaluationRecipe(max_tokens=10, windows=2, window_length=20),
         log=lines.append,
+        target_fields=FIELDS,
     )
     target = load_target(tmp_path / "out" / "target", 64, torch.float32, CPU)
     head = load_head(tmp_path / "out" / "draft", target)

@@ -75,8 +75,9 @@ def train(
     evaluation: EvaluationRecipe,
     start_folder: Path | None = None,
     log: Callable[[str], None] = print,
+    target_fields: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run every step and return the metrics that OUT/metrics.json holds."""
+    """Run every step and return the metrics that OUT/metrics.json holds. target_fields: what differs from the demo's."""
     out.mkdir(parents=True, exist_ok=True)
     clock = _Clock(log)
     corpus = prepare_corpus(corpus_folder, out, tokenizer_file)
@@ -84,7 +85,8 @@ def train(
     clock.lap(f"corpus of {corpus.num_train_tokens() / 1e6:.1f} M tokens")
     if target_folder is None:
         target_folder = out / "target"
-        metrics["target"] = make_target(corpus, target_folder, target_recipe, device, log)
+        model_fields = TARGET_FIELDS | (target_fields or {})
+        metrics["target"] = make_target(corpus, target_folder, target_recipe, device, log, model_fields)
         clock.lap("target")
     samples = make_samples(corpus, target_folder, sample_recipe, device)
     metrics["samples"] = {str(s.temperature): s.token_ids.numel() for s in samples}
@@ -110,13 +112,18 @@ def prepare_corpus(folder: Path, out: Path, tokenizer_file: Path) -> Corpus:
 
 
 def make_target(
-    corpus: Corpus, folder: Path, recipe: TargetRecipe, device: torch.device, log: Callable[[str], None]
+    corpus: Corpus,
+    folder: Path,
+    recipe: TargetRecipe,
+    device: torch.device,
+    log: Callable[[str], None],
+    model_fields: dict[str, Any],
 ) -> dict[str, Any]:
-    """Train a target and write it to `folder`."""
-    model = new_target(TARGET_FIELDS, MAX_POSITIONS, recipe.seed, device)
+    """Train a target with that config.json and write it to `folder`."""
+    model = new_target(model_fields, MAX_POSITIONS, recipe.seed, device)
     weights = {d: TARGET_WEIGHTS.get(d, 1.0) * len(tokens) for d, tokens in corpus.train.items()}
     result = train_target(model, Windows(corpus.train, weights, device, recipe.seed), recipe, log)
-    save_checkpoint(folder, model.checkpoint(), TARGET_FIELDS, torch.bfloat16, SHARD_BYTES)
+    save_checkpoint(folder, model.checkpoint(), model_fields, torch.bfloat16, SHARD_BYTES)
     return result | {"recipe": asdict(recipe), "parameters": sum(p.numel() for p in model.parameters())}
 
 
@@ -216,6 +223,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="folder of .jsonl files or .tar.xz archives")
     parser.add_argument("--out", type=Path, required=True, help="folder for all that the training makes")
     parser.add_argument("--target", type=Path, help="a trained target to take instead of training one")
+    parser.add_argument(
+        "--target-config", type=Path, help="JSON of the fields in which the target differs from the demo"
+    )
     parser.add_argument("--start-head", type=Path, help="a smaller head of the same target to start from")
     parser.add_argument("--tokenizer", type=Path, default=DEMO / "model" / "tokenizer.json")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -237,6 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
         override(EvaluationRecipe(), given.evaluation_set),
         given.start_head,
         lambda line: print(line, flush=True),
+        None if given.target_config is None else json.loads(given.target_config.read_text(encoding="utf-8")),
     )
 
 
