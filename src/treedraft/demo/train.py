@@ -77,7 +77,7 @@ def train(
     log: Callable[[str], None] = print,
     target_fields: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run every step and return the metrics that OUT/metrics.json holds. target_fields: what differs from the demo's."""
+    """Run every step and return the metrics of OUT/metrics.json. target_fields: where the target differs from the demo."""
     out.mkdir(parents=True, exist_ok=True)
     clock = _Clock(log)
     corpus = prepare_corpus(corpus_folder, out, tokenizer_file)
