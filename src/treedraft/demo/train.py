@@ -77,7 +77,7 @@ def train(
     log: Callable[[str], None] = print,
     target_fields: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run every step and return the metrics of OUT/metrics.json. target_fields: where the target differs from the demo."""
+    """Run every step; return the metrics of OUT/metrics.json. target_fields: where the target differs from the demo."""
     out.mkdir(parents=True, exist_ok=True)
     clock = _Clock(log)
     corpus = prepare_corpus(corpus_folder, out, tokenizer_file)
