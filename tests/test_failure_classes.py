@@ -30,7 +30,7 @@ from treedraft.kv.allocator import ZERO_PAGE
 from treedraft.kv.manager import KVManager
 from treedraft.kv.page_table import PageTable, slots_of
 from treedraft.models.draft.eagle3 import Eagle3MlaHead
-from treedraft.runner import batch as batch_module
+from treedraft.runner import operators as operators_module
 from treedraft.runner import round as round_module
 from treedraft.runner import runner as runner_module
 from treedraft.runner.drafter import EagleDrafter
@@ -366,7 +366,7 @@ def check_duplicates(llm: LLM, prompt: list[int], params: SamplingParams) -> Pro
 ORDER_FAULTS: dict[str, Fault | None] = {
     "none": None,
     "hidden by branch, then batch": wrap(EagleDrafter, "_forward_frontier", _branches_before_batch),
-    "noise by depth, then batch": wrap(round_module, "gumbel", _noise_before_batch),
+    "noise by depth, then batch": wrap(operators_module, "gumbel", _noise_before_batch),
 }
 
 
@@ -405,7 +405,7 @@ def _last_page_left_out(original: Any) -> Any:
 
 PAGE_FAULTS: dict[str, Fault | None] = {
     "none": None,
-    "tree on a new page": wrap(batch_module, "slots_of", _tail_on_a_new_page),
+    "tree on a new page": wrap(operators_module, "slots_of", _tail_on_a_new_page),
     "last page left out": wrap(TorchTreeAttention, "plan_prefix", _last_page_left_out),
 }
 
@@ -465,7 +465,7 @@ def test_class_8_trees_of_other_than_steps_plus_one_nodes(shape, prompts, expect
     ("shape", "fault"),
     [
         ((3, 2, 9), wrap(EagleDrafter, "extend", _rows_of_nodes)),
-        ((3, 4, 2), wrap(round_module, "walk", _path_of_steps)),
+        ((3, 4, 2), wrap(operators_module, "walk", _path_of_steps)),
     ],
     ids=["rows counted by nodes", "paths of num_steps + 1"],
 )
@@ -519,7 +519,7 @@ def _dense_features(monkeypatch: pytest.MonkeyPatch) -> None:
 NODE_FAULTS: dict[str, Fault | None] = {
     "none": None,
     "dense commit": wrap(Target, "commit", _dense_commit),
-    "dense walk": wrap(round_module, "walk", _dense_walk),
+    "dense walk": wrap(operators_module, "walk", _dense_walk),
     "dense features": _dense_features,
 }
 
@@ -622,11 +622,11 @@ def test_freed_pages_full_of_nan_change_nothing(fault, prompts, expected, monkey
 
 
 def _first_of_each_round(original: Any) -> Any:
-    return lambda result, num_top: original(result, num_top)[:, :1]
+    return lambda *args: original(*args)[:, :1]
 
 
 def _first_columns(original: Any) -> Any:
-    return lambda result, num_top: original(replace(result, accepted=_dense(result.accepted)), num_top)
+    return lambda result, *rest: original(replace(result, accepted=_dense(result.accepted)), *rest)
 
 
 @faulty(
@@ -664,7 +664,7 @@ def dropping(stage: str) -> Fault:
 
         return process
 
-    return wrap(round_module, "process", make)
+    return wrap(operators_module, "process", make)
 
 
 def frequent_token(texts: list[tuple[int, ...]]) -> int:
@@ -699,7 +699,7 @@ def test_class_15_sampling_parameters_reach_every_node(stage, is_planted, tree64
 
 
 def _no_path(original: Any) -> Any:
-    return lambda tree, rows, max_depth: tree.token_ids.new_empty((*tree.token_ids.shape, 0))
+    return lambda tree, *rest: tree.token_ids.new_empty((*tree.token_ids.shape, 0))
 
 
 @faulty(own_path_not_counted=wrap(round_module, "paths_of", _no_path))

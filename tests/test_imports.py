@@ -25,9 +25,9 @@ ALLOWED: dict[str, set[str]] = {
     "_patcher": set(),  # loaded by its path, before anything else
     "types": {"errors"},
     "config": {"errors"},
-    "kv": {"errors", "types", "kv.allocator"},
+    "kv": {"errors", "types", "kv.allocator", "kernels"},
     "speculative": {"errors", "types"},  # no config, pool or request
-    "kernels": {"errors", "speculative"},  # a kernel knows the constants of its torch twin
+    "kernels": {"errors", "types", "speculative"},  # a kernel knows the constants of its torch twin
     "weights": {"errors"},
     "models": {"errors", "types", "weights", "kernels", "speculative"},
     "attention": {"errors", "types", "kv", "kv.allocator", "kernels"},
@@ -53,7 +53,13 @@ HOST_TYPES = {"SamplingParams", "PrefillRow", "DecodeRow", "PageUpdate", "StepPl
     "Choice",
     "RequestOutput",
 }
-TYPES_SEEN = {"speculative": DEVICE_TYPES, "models": DEVICE_TYPES, "attention": DEVICE_TYPES, "engine": HOST_TYPES}
+TYPES_SEEN = {
+    "speculative": DEVICE_TYPES,
+    "kernels": DEVICE_TYPES,
+    "models": DEVICE_TYPES,
+    "attention": DEVICE_TYPES,
+    "engine": HOST_TYPES,
+}
 NO_TORCH_LAYERS = {"errors", "types", "config", "engine", "kv.allocator", "kv.manager"}
 
 

@@ -126,7 +126,7 @@ def test_planted_word_past_every_buffer_of_an_engine_is_reported() -> None:
     names = {zone.name for zone in zones.source.zones}
     assert names == {record.name for record in zones.buffers.records}
     kinds = {record.kind for record in zones.buffers.records}
-    assert kinds == {"kv", "index", "mask", "graph", "logits"}
+    assert kinds == {"kv", "index", "mask", "graph"}
     for zone in zones.source.zones:
         end = zone.starts[-1] + zone.length
         kept = zone.raw[end : end + zone.item_size].clone()

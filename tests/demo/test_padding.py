@@ -37,9 +37,9 @@ def test_pad_checkpoint_demo_gives_the_same_text_and_trees(padded, demo_prompts,
     for llm in (make_llm(), make_llm(*padded)):
         seen = []
 
-        def observe(rows, batch, result, seen=seen):
-            logits = result.logits.gather(1, result.accepted.columns[..., None].expand(-1, -1, 4096))
-            seen.append((result.tree.token_ids.clone(), logits))
+        def observe(rows, batch, result, seen=seen, model=llm.runner.target.model):
+            hidden = result.hidden.gather(1, result.accepted.columns[..., None].expand(-1, -1, result.hidden.shape[-1]))
+            seen.append((result.tree.token_ids.clone(), model.logits(hidden)))
 
         llm.runner.observer = observe
         outputs = llm.generate(demo_prompts[:2], params, progress=False)

@@ -219,9 +219,9 @@ def test_run_leaves_its_result_in_the_same_buffers(prompts):
     llm.generate(prompts[:4], PARAMS[:4], progress=False)
     places = {result.sampled.data_ptr() for _, result in seen}
     assert places == {llm.runner.graphs.outputs.sampled.data_ptr()}
-    assert all(len(result.logits) == size for size, result in seen)
+    assert all(len(result.hidden) == size for size, result in seen)
     names = {record.name: record for record in llm.runner.graphs.buffers.records}
-    assert names["graph.output.logits"].bytes == llm.runner.graphs.outputs.logits.nbytes
+    assert names["graph.output.hidden"].bytes == llm.runner.graphs.outputs.hidden.nbytes
 
 
 def test_generate_logprobs_one_round_late_are_each_round_s_own(prompts):

@@ -10,6 +10,7 @@ import torch
 
 from treedraft.engine.request import Request
 from treedraft.engine.text import TextStream
+from treedraft.runner.operators import TorchOperators
 from treedraft.runner.round import paths_of
 from treedraft.runner.runner import path_logprobs
 from treedraft.runner.state import DeviceState
@@ -61,7 +62,7 @@ def test_penalties_count_the_path() -> None:
     """Tokens on a node's path, the root left out: none, 5, 6, 6 and 7."""
     rows = make_rows(SamplingParams(temperature=0, frequency_penalty=1.0))
     logits = torch.zeros(1, 4, V)
-    z = process(logits, rows, paths_of(TREE, rows, 2), TREE.depths, torch.tensor([2]))
+    z = process(logits, rows, paths_of(TREE, rows, 2, TorchOperators()), TREE.depths, torch.tensor([2]))
     assert [(row < 0).nonzero().flatten().tolist() for row in z[0]] == [[], [5], [6], [6, 7]]
 
 
@@ -69,8 +70,9 @@ def test_logprobs_are_those_of_the_path() -> None:
     """The path is columns 0, 2, 3."""
     logits = torch.randn(1, 4, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     accepted = Accepted(torch.tensor([2]), torch.tensor([[0, 2, 3]]), torch.tensor([[6, 7, 1]]))
-    result: Any = SimpleNamespace(accepted=accepted, logits=logits)
-    own = path_logprobs(result, 1)[0, :, 0]
+    result: Any = SimpleNamespace(accepted=accepted, hidden=logits)
+    model: Any = SimpleNamespace(logits=lambda hidden: hidden, config=SimpleNamespace(vocab_size=V))
+    own = path_logprobs(result, 1, model)[0, :, 0]
     expected = torch.stack([logits[0, c].log_softmax(-1)[t] for c, t in ((0, 6), (2, 7), (3, 1))])
     assert torch.equal(own, expected)
 

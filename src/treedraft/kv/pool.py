@@ -76,5 +76,10 @@ class LatentPool:
         All rows are read before the first is written, so src and dst may overlap. Slots in dst are distinct,
         save the trash page's.
         """
+        if self.data.is_cuda:
+            from treedraft.kernels.commit import move_rows_triton  # here: triton is needed on a GPU alone
+
+            move_rows_triton(self.data, src, dst)
+            return
         rows = self.data.index_select(1, src.reshape(-1))
         self.data.index_copy_(1, dst.reshape(-1), rows)

@@ -100,14 +100,13 @@ def gather_decode(
     A round begins here: the overflow record is cleared before the first list is made.
     """
     state.overflow.zero_()
-    kv_lens = state.kv_lens[slots]
-    page_table = pages.rows(slots)
-    tail_positions = kv_lens[:, None] + torch.arange(len(chain), device=state.device)
-    tail_slots = slots_of(page_table, tail_positions, page_size)
+    kv_lens, roots, page_table, tail_positions, tail_slots = state.operators.gather(
+        slots, state.kv_lens, state.roots, pages.table, page_size, len(chain)
+    )
     return DecodeBatch(
         slots=slots,
         kv_lens=kv_lens,
-        roots=state.roots[slots],
+        roots=roots,
         node_limits=node_limits,
         page_table=page_table,
         tail_positions=tail_positions,

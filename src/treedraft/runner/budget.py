@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from treedraft.attention import BACKENDS
@@ -17,7 +18,7 @@ from treedraft.config import EngineConfig
 from treedraft.errors import ConfigError
 from treedraft.kv.allocator import NUM_RESERVED_PAGES
 from treedraft.kv.buffers import ALL_BACKENDS, BufferRecord, Buffers
-from treedraft.models.layers import packed_bytes
+from treedraft.models.layers import at_least_float32, packed_bytes
 from treedraft.runner.build import (
     GPU_WORKSPACE_BYTES,
     DryRun,
@@ -29,6 +30,7 @@ from treedraft.runner.build import (
     pages_that_fit,
     pages_wanted,
 )
+from treedraft.runner.operators import logits_parts
 from treedraft.weights.loader import CONFIG_FILES
 
 
@@ -92,12 +94,14 @@ def _others(run: DryRun, device: str) -> int:
 
 
 def _round(run: DryRun, backend: str, layout: Layout) -> Iterable[BufferRecord]:
-    """What one round takes on its way: the target's logits, and the rest of the peak."""
+    """What one round takes on its way: the target's logits, a part of the batch at once, and the rest of the peak."""
     config, vocab = layout.config, layout.model.vocab_size
     nodes = 1 if config.speculative is None else config.speculative.num_draft_tokens
-    wide = 8 if config.dtype == "float64" else 4
-    logits = config.max_batch * nodes * vocab * wide
-    formula = f"max_batch * num_draft_tokens * vocab_size * {wide} B = {config.max_batch} * {nodes} * {vocab} * {wide}"
+    dtype = getattr(torch, config.dtype)
+    wide, batch = at_least_float32(torch.empty(0, dtype=dtype)).itemsize, config.max_batch
+    batch = logits_parts(batch, nodes, vocab, dtype)[0].stop
+    logits = batch * nodes * vocab * wide
+    formula = f"sequences * num_draft_tokens * vocab_size * {wide} B = {batch} * {nodes} * {vocab} * {wide}"
     yield BufferRecord("target logits", "logits", ALL_BACKENDS, formula, logits)
     yield BufferRecord(
         "round",

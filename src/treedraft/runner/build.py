@@ -27,6 +27,7 @@ from treedraft.models.registry import load_model, model_class
 from treedraft.runner.capture import RECORD_AFTER, CapturedRounds, can_capture
 from treedraft.runner.drafter import EagleDrafter, chain_bits
 from treedraft.runner.graphs import init_graph_state
+from treedraft.runner.operators import make_operators
 from treedraft.runner.round import Target
 from treedraft.runner.runner import Runner
 from treedraft.runner.state import DeviceState
@@ -125,7 +126,8 @@ def allocate(layout: Layout, head: Eagle3Config | None, num_pages: int, buffers:
     target_pool = pool("target KV", model.num_hidden_layers, model.mla.latent_width)
     draft_pool = None if head is None else pool("draft KV", 1, head.mla.latent_width)
     draft_hidden_size = 0 if head is None else model.hidden_size
-    state = DeviceState(config.max_batch, model.vocab_size, draft_hidden_size, dtype, buffers)
+    operators = make_operators(torch.device(config.device).type, dtype)
+    state = DeviceState(config.max_batch, model.vocab_size, draft_hidden_size, dtype, buffers, operators)
     pages = PageTable(config.max_batch + 1, layout.table_width, buffers)  # the dummy slot's row stays all trash
     bits = chain_bits(layout.tail, torch.device("cpu"))
     chain = buffers.allocate("chain bits", "mask", bits.shape, bits.dtype, formula="tail * words").copy_(bits)

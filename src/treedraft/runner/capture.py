@@ -98,7 +98,7 @@ class CapturedRounds:
                 result.sampled,
                 *tensors_of(result.accepted),
                 result.has_nan,
-                result.logits,
+                result.hidden,
                 result.overflow,
             )
 

@@ -6,6 +6,7 @@ A drafter is anything with `propose`, `prefill` and `extend`; the round knows no
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -17,10 +18,10 @@ from treedraft.config import SpeculativeConfig
 from treedraft.kv.pool import LatentPool
 from treedraft.models.draft.eagle3 import Eagle3MlaHead
 from treedraft.runner.batch import DecodeBatch, PrefillBatch
+from treedraft.runner.operators import join, logits_parts
 from treedraft.runner.state import DeviceState
-from treedraft.speculative.sampling import SamplingRows, draft_scores
-from treedraft.speculative.select import select
-from treedraft.speculative.tree import Frontier, first_level, last_level, next_level, num_words, stable_topk
+from treedraft.speculative.sampling import SamplingRows
+from treedraft.speculative.tree import Frontier, first_level, last_level, num_words
 from treedraft.types import Accepted, DraftTree
 
 
@@ -56,6 +57,11 @@ class EagleDrafter:
     state: DeviceState
     shape: SpeculativeConfig
 
+    @cached_property
+    def target_ids(self) -> Tensor | None:
+        """Target id of each draft id: [Vd] int64; None where they are the same."""
+        return self.head.draft_to_target
+
     def propose(self, batch: DecodeBatch, rows: SamplingRows, noise: Tensor | None) -> DraftTree:
         topk, num_steps = self.shape.topk, self.shape.num_steps
         words = num_words(self.shape.num_draft_tokens, topk, num_steps)
@@ -70,8 +76,9 @@ class EagleDrafter:
             if level == num_steps:
                 pool = last_level(pool, frontier, token_ids, scores)
                 break
-            pool, frontier, parent_rows = next_level(pool, frontier, token_ids, scores, level)
+            pool, frontier, parent_rows = self.state.operators.next_level(pool, frontier, token_ids, scores, level)
             hidden = hidden.gather(1, parent_rows[..., None].expand(-1, -1, hidden.shape[-1]))
+        select = self.state.operators.select
         return select(pool, batch.roots, self.shape.num_draft_tokens, words, batch.node_limits)
 
     def prefill(self, batch: PrefillBatch, features: Tensor, next_tokens: Tensor) -> None:
@@ -86,9 +93,8 @@ class EagleDrafter:
         attend = PagedTreeAttend(self.extension, plan, self.pool, batch.tail_slots[:, :num_rows])
         positions = batch.tail_positions[:, :num_rows]
         hidden = self.head(self.head.fuse(features), accepted.token_ids.clamp(min=0), positions, attend)
-        last = accepted.num_accepted[:, None, None].expand(-1, 1, hidden.shape[-1])
-        before, after = self.state.draft_hidden[batch.slots], hidden.gather(1, last)[:, 0]
-        self.state.draft_hidden[batch.slots] = torch.where(self.state.is_void, before, after)
+        state = self.state
+        state.operators.keep_hidden(state.draft_hidden, batch.slots, hidden, accepted.num_accepted, state.overflow)
 
     def _with_own_prefix(self, batch: DecodeBatch) -> DecodeBatch:
         if not self.plans_prefix:
@@ -110,12 +116,26 @@ class EagleDrafter:
         self, hidden: Tensor, rows: SamplingRows, noise: Tensor | None, level: int
     ) -> tuple[Tensor, Tensor]:
         """The K best next tokens of each row: scores [B, R, K] float32, target token ids [B, R, K]."""
-        at_level = None if noise is None else noise[:, level - 1 : level]
-        if at_level is not None and self.head.draft_to_target is not None:
-            at_level = at_level[..., self.head.draft_to_target]
-        scores = draft_scores(self.head.logits(hidden), rows.temperature, at_level if self.shape.shared_noise else None)
-        best, draft_ids = stable_topk(scores, self.shape.topk)
-        return best, self.head.target_ids(draft_ids)
+        best_children, target_ids, topk = self.state.operators.best_children, self.target_ids, self.shape.topk
+        at_level = None if noise is None or not self.shape.shared_noise else noise[:, level - 1]
+        if at_level is not None and target_ids is not None:
+            at_level = at_level[:, target_ids]
+        batch_size, num_rows, _ = hidden.shape
+        parts = logits_parts(batch_size, num_rows, self.head.draft_vocab_size, hidden.dtype)
+        if len(parts) == 1:
+            return best_children(self.head.logits(hidden), rows.temperature, at_level, target_ids, topk)
+        return join(
+            [
+                best_children(
+                    self.head.logits(hidden[part]),
+                    rows.temperature[part],
+                    None if at_level is None else at_level[part],
+                    target_ids,
+                    topk,
+                )
+                for part in parts
+            ]
+        )
 
 
 def chain_bits(num_rows: int, device: torch.device) -> Tensor:

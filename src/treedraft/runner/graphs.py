@@ -268,9 +268,8 @@ def first_rows(value: _T, num_rows: int) -> _T:
 def allocate_like(value: _T, name: str, buffers: Buffers) -> _T:
     """Return the same dataclass with fresh named buffers in place of its tensors."""
     if isinstance(value, Tensor):
-        kind: Literal["logits", "graph"] = "logits" if name.endswith("logits") else "graph"
         formula = " * ".join(("max_batch", "num_draft_tokens", "columns")[: value.dim()])
-        return buffers.allocate(name, kind, value.shape, value.dtype, formula=formula)  # type: ignore[return-value]
+        return buffers.allocate(name, "graph", value.shape, value.dtype, formula=formula)  # type: ignore[return-value]
     if is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: allocate_like(getattr(value, f.name), f"{name}.{f.name}", buffers) for f in fields(value)}
         return replace(value, **parts)

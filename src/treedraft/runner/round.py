@@ -13,10 +13,9 @@ from treedraft.kv.pool import LatentPool
 from treedraft.models.deepseek import DeepseekModel
 from treedraft.runner.batch import DecodeBatch, PrefillBatch
 from treedraft.runner.drafter import Drafter
+from treedraft.runner.operators import Operators, join, logits_parts
 from treedraft.runner.state import DeviceState
-from treedraft.speculative.noise import gumbel
-from treedraft.speculative.sampling import SamplingRows, path_tokens, process, sample
-from treedraft.speculative.verify import walk
+from treedraft.speculative.sampling import SamplingRows
 from treedraft.types import Accepted, DraftTree, ModelOutput
 
 
@@ -60,8 +59,8 @@ class RoundTensors:
     tree: DraftTree
     sampled: Tensor  # [B, N] int64: the target's token at every node
     accepted: Accepted
-    has_nan: Tensor  # [B] bool
-    logits: Tensor  # [B, N, V]: raw, at least float32
+    has_nan: Tensor  # [B] bool: a node of the accepted path had a NaN among its logits; other nodes do not matter
+    hidden: Tensor  # [B, N, H]: what the target's logits are made of, for those that are asked for afterwards
     overflow: Tensor  # [7] int64: the round's overflow record, see attention.packed.RECORD
 
 
@@ -72,53 +71,94 @@ def run_round(
 
     Where an index list was too small the round is void: the device state stays as it was. Tree slots may be written.
     """
-    noise = round_noise(batch, rows, target, num_steps)
+    operators = state.operators
+    noise = round_noise(batch, rows, target, num_steps, operators)
     tree = single_node(batch) if drafter is None else drafter.propose(batch, rows, noise)
     output = target.verify(batch, tree)
-    logits = target.model.logits(output.hidden)
     max_path = min(num_steps, tree.token_ids.shape[1] - 1) + 1
-    z = process(logits, rows, paths_of(tree, rows, max_path - 1), tree.depths, batch.kv_lens)
-    sampled = sample(z, noise, tree.depths, rows.temperature)
-    accepted = walk(tree, sampled, max_path)
+    paths = paths_of(tree, rows, max_path - 1, operators)
+    sampled, node_has_nan = sample_nodes(
+        target, output.hidden, rows, paths, tree.depths, batch.kv_lens, noise, operators
+    )
+    accepted, has_nan = operators.walk(tree, sampled, max_path, node_has_nan)
     target.commit(batch, accepted)
     if drafter is not None:
         features = output.features.gather(1, accepted.columns[..., None].expand(-1, -1, output.features.shape[-1]))
         drafter.extend(batch, features, accepted)
-    advance(batch, rows, accepted, state)
-    return RoundTensors(tree, sampled, accepted, path_has_nan(logits, accepted), logits, state.overflow.clone())
+    counts = state.output_counts if "penalties" in rows.stages else None
+    operators.advance(
+        batch.slots, batch.kv_lens, batch.roots, accepted, state.overflow, state.kv_lens, state.roots, counts
+    )
+    return RoundTensors(tree, sampled, accepted, has_nan, output.hidden, state.overflow.clone())
 
 
 def run_prefill(
     batch: PrefillBatch, rows: SamplingRows, target: Target, drafter: Drafter | None, state: DeviceState
 ) -> RoundTensors:
     """Forward prompts, sample each one's first token, and set up the device state. Host lengths are known here."""
+    operators = state.operators
     output = target.prefill(batch)
-    logits = target.model.logits(output.hidden[batch.last_rows])[:, None]
+    hidden = output.hidden[batch.last_rows][:, None]
     last = batch.positions[batch.last_rows]
-    zeros = torch.zeros_like(last)[:, None]
-    noise = gumbel(rows.noise_key, last[:, None] + 1, logits.shape[-1]) if "noise" in rows.stages else None
+    noise = None
+    if "noise" in rows.stages:
+        noise = operators.noise(rows.noise_key, last[:, None] + 1, target.model.config.vocab_size)
     tree = _one_node(batch.token_ids[batch.last_rows])
-    z = process(logits, rows, paths_of(tree, rows, 0), zeros, last)
-    sampled = sample(z, noise, zeros, rows.temperature)
-    accepted = walk(tree, sampled, 1)
+    paths = paths_of(tree, rows, 0, operators)
+    sampled, node_has_nan = sample_nodes(target, hidden, rows, paths, tree.depths, last, noise, operators)
+    accepted, has_nan = operators.walk(tree, sampled, 1, node_has_nan)
     first = accepted.token_ids[:, 0]
-    state.kv_lens[batch.slots] = last + 1
-    state.roots[batch.slots] = first
-    _count(batch.slots, rows, accepted.token_ids, state)
+    fits = torch.zeros_like(state.overflow)
+    counts = state.output_counts if "penalties" in rows.stages else None
+    operators.advance(batch.slots, last, first, accepted, fits, state.kv_lens, state.roots, counts)
     if drafter is not None:
         next_tokens = batch.token_ids.roll(-1)
         next_tokens[batch.last_rows] = first
         drafter.prefill(batch, output.features, next_tokens)
-    has_nan = path_has_nan(logits, accepted)
-    return RoundTensors(tree, sampled, accepted, has_nan, logits, torch.zeros_like(state.overflow))
+    return RoundTensors(tree, sampled, accepted, has_nan, hidden, fits)
 
 
-def round_noise(batch: DecodeBatch, rows: SamplingRows, target: Target, num_steps: int) -> Tensor | None:
+def sample_nodes(
+    target: Target,
+    hidden: Tensor,
+    rows: SamplingRows,
+    paths: Tensor,
+    depths: Tensor,
+    kv_lens: Tensor,
+    noise: Tensor | None,
+    operators: Operators,
+) -> tuple[Tensor, Tensor]:
+    """The target's token at every node, int64 [B, N], and whether its logits hold a NaN, bool [B, N].
+
+    hidden [B, N, H]; the others as of `process` and `sample`. A large batch goes in parts: its logits are never whole.
+    """
+    batch, num_nodes, _ = hidden.shape
+    parts = logits_parts(batch, num_nodes, target.model.config.vocab_size, hidden.dtype)
+    if len(parts) == 1:
+        return operators.sample(target.model.logits(hidden), rows, paths, depths, kv_lens, noise)
+    return join(
+        [
+            operators.sample(
+                target.model.logits(hidden[part]),
+                rows.part(part),
+                paths[part],
+                depths[part],
+                kv_lens[part],
+                None if noise is None else noise[part],
+            )
+            for part in parts
+        ]
+    )
+
+
+def round_noise(
+    batch: DecodeBatch, rows: SamplingRows, target: Target, num_steps: int, operators: Operators
+) -> Tensor | None:
     """[B, S + 1, V] float32: noise of token positions kv_len + 1 + d, shared by draft levels and verification."""
     if "noise" not in rows.stages:
         return None
     positions = batch.kv_lens[:, None] + torch.arange(1, num_steps + 2, device=batch.kv_lens.device)
-    return gumbel(rows.noise_key, positions, target.model.config.vocab_size)
+    return operators.noise(rows.noise_key, positions, target.model.config.vocab_size)
 
 
 def single_node(batch: DecodeBatch) -> DraftTree:
@@ -132,32 +172,8 @@ def _one_node(token_ids: Tensor) -> DraftTree:
     return DraftTree(column, zeros - 1, zeros, (zeros + 1)[..., None], zeros.float())
 
 
-def advance(batch: DecodeBatch, rows: SamplingRows, accepted: Accepted, state: DeviceState) -> None:
-    """kv_len grows by the accepted path; the bonus token becomes the root. A void round changes nothing."""
-    bonus = accepted.token_ids.gather(1, accepted.num_accepted[:, None])[:, 0]
-    state.kv_lens[batch.slots] = batch.kv_lens + (accepted.num_accepted + 1) * ~state.is_void
-    state.roots[batch.slots] = torch.where(state.is_void, batch.roots, bonus)
-    _count(batch.slots, rows, accepted.token_ids.masked_fill(state.is_void, -1), state)
-
-
-def _count(slots: Tensor, rows: SamplingRows, token_ids: Tensor, state: DeviceState) -> None:
-    """Add emitted tokens [B, P], -1 for none, to the output counts that penalties read."""
-    if "penalties" not in rows.stages:
-        return
-    vocab_size = state.output_counts.shape[1]
-    flat = (slots[:, None] * vocab_size + token_ids.clamp(min=0)).flatten()
-    state.output_counts.view(-1).index_add_(0, flat, (token_ids >= 0).int().flatten())
-
-
-def paths_of(tree: DraftTree, rows: SamplingRows, max_depth: int) -> Tensor:
+def paths_of(tree: DraftTree, rows: SamplingRows, max_depth: int, operators: Operators) -> Tensor:
     """[B, N, D] int64: each node's own path, which only penalties read; D = 0 without them."""
     if "penalties" in rows.stages and max_depth:
-        return path_tokens(tree, max_depth)
+        return operators.path_tokens(tree, max_depth)
     return tree.token_ids.new_empty((*tree.token_ids.shape, 0))
-
-
-def path_has_nan(logits: Tensor, accepted: Accepted) -> Tensor:
-    """[B] bool: a node of the accepted path had a NaN among its logits [B, N, V]. Other nodes do not matter."""
-    node_has_nan = logits.amax(-1).isnan()
-    on_path = torch.arange(accepted.columns.shape[1], device=logits.device) <= accepted.num_accepted[:, None]
-    return (node_has_nan.gather(1, accepted.columns) & on_path).any(-1)

@@ -12,10 +12,12 @@ from treedraft.attention.base import TreeAttention
 from treedraft.attention.packed import read_overflow
 from treedraft.errors import InvariantError
 from treedraft.kv.page_table import PageTable
+from treedraft.models.deepseek import DeepseekModel
 from treedraft.runner.batch import DecodeBatch, pack_decode, pack_prefill
 from treedraft.runner.capture import CapturedRounds
 from treedraft.runner.drafter import Drafter
 from treedraft.runner.graphs import GraphState
+from treedraft.runner.operators import logits_parts
 from treedraft.runner.round import RoundTensors, Target, run_prefill, run_round
 from treedraft.runner.state import DeviceState
 from treedraft.speculative.sampling import SamplingRows
@@ -141,7 +143,9 @@ class Runner:
         tokens = torch.cat([accepted.num_accepted[:, None], result.has_nan.long()[:, None], accepted.token_ids], 1)
         params = tuple(r.sampling for r in rows)
         num_top = max((p.logprobs for p in params if p.logprobs is not None), default=None)
-        logprobs = None if num_top is None else path_logprobs(result, num_top).to("cpu", non_blocking=True)
+        logprobs = (
+            None if num_top is None else path_logprobs(result, num_top, self.target.model).to("cpu", non_blocking=True)
+        )
         copied, overflow = None, result.overflow.clone()  # outputs of a replayed round are overwritten by the next
         if self.device.type == "cuda":
             tokens, overflow = (t.to("cpu", non_blocking=True) for t in (tokens, overflow))
@@ -158,14 +162,21 @@ class Runner:
         )
 
 
-def path_logprobs(result: RoundTensors, num_top: int) -> Tensor:
-    """[B, P, 1 + 2k] float64: log-probability of each emitted token under the raw target, and the k best with ids."""
+def path_logprobs(result: RoundTensors, num_top: int, model: DeepseekModel) -> Tensor:
+    """[B, P, 1 + 2k] float64: log-probability of each emitted token under the raw target, and the k best with ids.
+
+    The path's logits are made anew from its states, a part of the batch at once: a round keeps none.
+    """
     columns, token_ids = result.accepted.columns, result.accepted.token_ids
-    logits = result.logits.gather(1, columns[..., None].expand(-1, -1, result.logits.shape[-1]))
-    logprobs = logits.double().log_softmax(-1)
-    own = logprobs.gather(-1, token_ids.clamp(min=0)[..., None])
-    best = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
-    return torch.cat([own, best.values, best.indices.double()], -1)
+    hidden = result.hidden.gather(1, columns[..., None].expand(-1, -1, result.hidden.shape[-1]))
+    vocab_size, parts = model.config.vocab_size, []
+    batch, path = columns.shape
+    for part in logits_parts(batch, path, vocab_size, torch.float64):
+        logprobs = model.logits(hidden[part]).double().log_softmax(-1)
+        own = logprobs.gather(-1, token_ids[part].clamp(min=0)[..., None])
+        best = logprobs.topk(min(num_top, vocab_size), dim=-1)
+        parts.append(torch.cat([own, best.values, best.indices.double()], -1))
+    return torch.cat(parts)
 
 
 def _read(part: HostCopy | Refused) -> tuple[list[RowResult], str | None]:

@@ -8,9 +8,19 @@ from torch import Tensor
 from treedraft.attention.packed import new_record
 from treedraft.errors import InvariantError
 from treedraft.kv.buffers import Buffers
+from treedraft.runner.operators import Operators, TorchOperators
 from treedraft.speculative.sampling import MAX_STOP_IDS, SamplingRows
 from treedraft.types import PrefillRow, SamplingParams
 
+NUMBERS = (
+    "temperature",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_p",
+    "repetition_penalty",
+)  # 1: off, from top_p on
+INTEGERS = ("top_k", "noise_key", "prompt_lens", "min_tokens")
 TABLE_STAGES = ("penalties", "bias")  # stages with a row of [V] for each sequence
 
 
@@ -30,8 +40,9 @@ class DeviceState:
         draft_hidden_size: int,
         dtype: torch.dtype,
         memory: Buffers | torch.device | str,
+        operators: Operators | None = None,
     ):
-        """memory: the buffers to allocate from, or a device."""
+        """memory: the buffers to allocate from, or a device. operators: of the rounds; None: plain torch."""
         buffers = Buffers.on(memory)
 
         def zeros(name: str, dtype: torch.dtype, **columns: int) -> Tensor:
@@ -39,31 +50,27 @@ class DeviceState:
             shape = (num_slots + 1, *columns.values())
             return buffers.allocate(f"state.{name}", "index", shape, dtype, formula=formula)
 
+        def settings(name: str, dtype: torch.dtype, names: tuple[str, ...]) -> Tensor:
+            formula = f"{len(names)} settings * (max_batch + 1)"
+            return buffers.allocate(f"state.{name}", "index", (len(names), num_slots + 1), dtype, formula=formula)
+
         self.device = buffers.device
+        self.operators: Operators = TorchOperators() if operators is None else operators
         self.dummy_slot = num_slots
         self.overflow = new_record(buffers)  # of the round that runs; see attention.packed.RECORD
         self.kv_lens = zeros("kv_lens", torch.int64)
         self.roots = zeros("roots", torch.int64)
         self.draft_hidden = zeros("draft_hidden", dtype, hidden_size=draft_hidden_size)
-        self.temperature = zeros("temperature", torch.float32)
-        self.top_k = zeros("top_k", torch.int64)
-        self.top_p = zeros("top_p", torch.float32)
-        self.min_p = zeros("min_p", torch.float32)
-        self.repetition_penalty = zeros("repetition_penalty", torch.float32)
-        self.presence_penalty = zeros("presence_penalty", torch.float32)
-        self.frequency_penalty = zeros("frequency_penalty", torch.float32)
-        self.noise_key = zeros("noise_key", torch.int64)
-        self.prompt_lens = zeros("prompt_lens", torch.int64)
-        self.min_tokens = zeros("min_tokens", torch.int64)
+        # One table of each kind, a row a setting: a batch is one gather of columns.
+        self.numbers = settings("numbers", torch.float32, NUMBERS)
+        self.integers = settings("integers", torch.int64, INTEGERS)
+        self.temperature, self.min_p, self.presence_penalty, self.frequency_penalty = self.numbers[:4].unbind()
+        self.top_p, self.repetition_penalty = self.numbers[4:].unbind()
+        self.top_k, self.noise_key, self.prompt_lens, self.min_tokens = self.integers.unbind()
         self.stop_ids = zeros("stop_ids", torch.int64, max_stop_ids=MAX_STOP_IDS)
         self.prompt_seen = zeros("prompt_seen", torch.bool, vocab_size=vocab_size)
         self.output_counts = zeros("output_counts", torch.int32, vocab_size=vocab_size)
         self.logit_bias = zeros("logit_bias", torch.float32, vocab_size=vocab_size)
-
-    @property
-    def is_void(self) -> Tensor:
-        """[] bool on the device: a list of the running round was too small. Nothing of it may be kept."""
-        return self.overflow[-1] > 0
 
     def install(self, row: PrefillRow) -> None:
         """Fill a slot for a new sequence."""
@@ -98,10 +105,10 @@ class DeviceState:
     def reset_dummy(self) -> None:
         """Make the dummy slot a legal row of no consequence: nothing committed, greedy, no setting on."""
         slot = self.dummy_slot
-        for values in (self.kv_lens, self.roots, self.draft_hidden, self.temperature, self.top_k, self.min_p):
-            values[slot].zero_()
-        for values in (self.top_p, self.repetition_penalty):
-            values[slot].fill_(1)
+        for values in (self.kv_lens[slot], self.roots[slot], self.draft_hidden[slot], self.integers[:, slot]):
+            values.zero_()
+        self.numbers[:4, slot].zero_()
+        self.numbers[4:, slot].fill_(1)
 
     def sampling_rows(self, slots: Tensor, params: tuple[SamplingParams, ...]) -> SamplingRows:
         """The rows of a batch. slots: [B] int64. A stage that no row uses is skipped, and its tables stay empty."""
@@ -121,17 +128,11 @@ class DeviceState:
             """Rows of a stage's table; zeros for a request that does not use the stage, whose row is a past one's."""
             return values[slots] * uses[stage][:, None] if stage in stages else values[:0]
 
+        numbers = dict(zip(NUMBERS, self.numbers.index_select(1, slots).unbind(), strict=True))
+        integers = dict(zip(INTEGERS, self.integers.index_select(1, slots).unbind(), strict=True))
         return SamplingRows(
-            temperature=self.temperature[slots],
-            top_k=self.top_k[slots],
-            top_p=self.top_p[slots],
-            min_p=self.min_p[slots],
-            repetition_penalty=self.repetition_penalty[slots],
-            presence_penalty=self.presence_penalty[slots],
-            frequency_penalty=self.frequency_penalty[slots],
-            noise_key=self.noise_key[slots],
-            prompt_lens=self.prompt_lens[slots],
-            min_tokens=self.min_tokens[slots],
+            **numbers,
+            **integers,
             stop_ids=self.stop_ids[slots],
             prompt_seen=table(self.prompt_seen, "penalties"),
             output_counts=table(self.output_counts, "penalties"),

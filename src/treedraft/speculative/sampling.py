@@ -7,7 +7,7 @@ same with and without speculation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -44,6 +44,11 @@ class SamplingRows:
     output_counts: Tensor  # [B, V] int32: occurrences in the output so far, the root included
     logit_bias: Tensor  # [B, V] float32
     stages: frozenset[str]  # of STAGES
+
+    def part(self, rows: slice) -> SamplingRows:
+        """Return the settings of some of the sequences. A table that no stage reads is empty and stays so."""
+        tensors = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "stages"}
+        return SamplingRows(**tensors, stages=self.stages)
 
 
 def path_tokens(tree: DraftTree, max_depth: int | None = None) -> Tensor:
