@@ -193,8 +193,9 @@ class Eagle3MlaHead(nn.Module):
         """Run the layer. hidden: [..., H], from `fuse` or recycled; ids, positions: [...] -> [..., H] recycled."""
         embedded = self.input_norm(F.embedding(token_ids, self.embedding))
         x = torch.cat([embedded, self.hidden_norm(hidden)], -1)
-        y = hidden + self.attention(x, self.rope, self.rope(positions), attend, 0)
-        out = y + self.mlp(self.post_norm(y))
+        attended = self.attention(x, self.rope, self.rope(positions), attend, 0)
+        normed, y = self.post_norm.add(attended, hidden)
+        out = y + self.mlp(normed)
         return self.norm(out) if self.config.norm_output else out
 
     def logits(self, hidden: Tensor) -> Tensor:
