@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from treedraft.kernels.chain import chained, join
 from treedraft.kernels.linear import ROWS
 
 HEADS = 16  # heads that one program rotates
@@ -76,12 +77,14 @@ def absorb_and_write_triton(
         COLUMN_BLOCKS=column_blocks,
         ROWS=ROWS,
         BLOCK_N=block_n,
+        **chained(q),
         num_warps=4,
     )
     return out
 
 
-@triton.jit
+# Numbers of rows are many: not a kernel for each kind of them.
+@triton.jit(do_not_specialize=["rows_each", "slots_batch", "slots_row", "num_rows", "num_rotations"])
 def _absorb_and_write_kernel(
     q,  # [T, h, dn + dr]
     kv,  # [T, c + dr]
@@ -116,57 +119,126 @@ def _absorb_and_write_kernel(
     COLUMN_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """The first programs rotate and write, one for each row and HEADS heads; the others absorb, one a tile."""
     program = tl.program_id(0)
-    WIDTH: tl.constexpr = LATENT + ROPE
     if program < num_rotations:
+        join(IS_CHAINED)
         row = (program // HEAD_BLOCKS).to(tl.int64)
         head = program % HEAD_BLOCKS * HEADS + tl.arange(0, HEADS)
-        place = tl.arange(0, PAIRS_2)
-        is_pair = place < ROPE // 2
-        # The two members of a pair; the table holds cos cos .. and -sin sin .. in the members' own places.
-        if IS_INTERLEAVED:
-            first, second = 2 * place, 2 * place + 1
-        else:
-            first, second = place, place + ROPE // 2
-        cos = tl.load(table + row * 2 * ROPE + second, mask=is_pair, other=0.0)
-        sin = tl.load(table + row * 2 * ROPE + ROPE + second, mask=is_pair, other=0.0)
-        is_head = (head < num_heads)[:, None] & is_pair[None, :]
-        of_heads = q + row * q_row + head[:, None] * q_head + NOPE
-        a = tl.load(of_heads + first[None, :], mask=is_head, other=0.0).to(tl.float32)
-        b = tl.load(of_heads + second[None, :], mask=is_head, other=0.0).to(tl.float32)
-        to_heads = out + (row * num_heads + head[:, None]) * WIDTH + LATENT
-        dtype: tl.constexpr = out.dtype.element_ty
-        tl.store(to_heads + first[None, :], (a * cos[None, :] - b * sin[None, :]).to(dtype), mask=is_head)
-        tl.store(to_heads + second[None, :], (b * cos[None, :] + a * sin[None, :]).to(dtype), mask=is_head)
+        angles = table + row * 2 * ROPE
+        queries = q + row * q_row + head[:, None] * q_head + NOPE
+        rotated = out + (row * num_heads + head[:, None]) * (LATENT + ROPE) + LATENT
+        _rotate(queries, rotated, angles, (head < num_heads)[:, None], ROPE, PAIRS_2, IS_INTERLEAVED, False)
         if program % HEAD_BLOCKS == 0:
             slot = tl.load(slots + row // rows_each * slots_batch + row % rows_each * slots_row)
-            to_slot = pool + slot * pool_row
-            a = tl.load(kv + row * kv_row + LATENT + first, mask=is_pair, other=0.0).to(tl.float32)
-            b = tl.load(kv + row * kv_row + LATENT + second, mask=is_pair, other=0.0).to(tl.float32)
-            tl.store(to_slot + LATENT + first, _not_nan(a * cos - b * sin).to(dtype), mask=is_pair)
-            tl.store(to_slot + LATENT + second, _not_nan(b * cos + a * sin).to(dtype), mask=is_pair)
+            key, to_slot = kv + row * kv_row, pool + slot * pool_row
+            one = tl.arange(0, 1)[:, None]
+            source, target = key + LATENT + one, to_slot + LATENT + one
+            _rotate(source, target, angles, one == 0, ROPE, PAIRS_2, IS_INTERLEAVED, True)
             column = tl.arange(0, LATENT_2)
-            is_latent = column < LATENT
-            x = tl.load(kv + row * kv_row + column, mask=is_latent, other=0.0).to(tl.float32)
-            scale = tl.load(norm_weight + column, mask=is_latent, other=0.0).to(tl.float32)
+            mask = column < LATENT
+            x = tl.load(key + column, mask=mask, other=0.0).to(tl.float32)
+            scale = tl.load(norm_weight + column, mask=mask, other=0.0).to(tl.float32)
             x = x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * scale
-            tl.store(to_slot + column, _not_nan(x).to(dtype), mask=is_latent)
+            tl.store(to_slot + column, _not_nan(x).to(pool.dtype.element_ty), mask=mask)
     else:
         tile = program - num_rotations
-        column = tile % COLUMN_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
-        head = (tile // COLUMN_BLOCKS % num_heads).to(tl.int64)
-        row = (tile // COLUMN_BLOCKS // num_heads).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        k = tl.arange(0, NOPE_2)
-        is_row, is_column, is_inside = (row < num_rows)[:, None], (column < LATENT)[None, :], k < NOPE
-        keys = key_weight + head * key_head + k[:, None] * key_row + column[None, :]
-        b = tl.load(keys, mask=is_column & is_inside[:, None], other=0.0)
-        rows = q + row[:, None] * q_row + head * q_head + k[None, :]
-        a = tl.load(rows, mask=is_row & is_inside[None, :], other=0.0)
-        total = tl.dot(a, b, input_precision="ieee")
-        place = out + (row[:, None] * num_heads + head) * WIDTH + column[None, :]
-        tl.store(place, total.to(out.dtype.element_ty), mask=is_row & is_column)
+        head_row = tile // COLUMN_BLOCKS
+        _absorb(
+            q,
+            key_weight,
+            out,
+            (head_row % num_heads).to(tl.int64),
+            (head_row // num_heads).to(tl.int64) * ROWS,
+            tile % COLUMN_BLOCKS * BLOCK_N,
+            num_rows,
+            num_heads,
+            q_row,
+            q_head,
+            key_head,
+            key_row,
+            NOPE,
+            LATENT,
+            ROPE,
+            NOPE_2,
+            ROWS,
+            BLOCK_N,
+            IS_CHAINED,
+        )
+
+
+@triton.jit
+def _rotate(
+    source,  # pointers [n, 1] to the first of dr numbers
+    target,  # [n, 1]
+    angles,  # [2, dr]: cos cos .., then -sin sin .., each in its own member's place
+    mask,  # [n, 1]
+    ROPE: tl.constexpr,
+    PAIRS_2: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_FINITE: tl.constexpr,  # NaN as 0, see kv.pool.LatentPool.write_finite
+):
+    """Rotate rows of pairs."""
+    pair = tl.arange(0, PAIRS_2)
+    if IS_INTERLEAVED:
+        first = 2 * pair
+        second = first + 1
+    else:
+        first = pair
+        second = pair + ROPE // 2
+    is_pair = pair < ROPE // 2
+    cos = tl.load(angles + second, mask=is_pair, other=0.0)[None, :]
+    sin = tl.load(angles + ROPE + second, mask=is_pair, other=0.0)[None, :]
+    first, second, mask = first[None, :], second[None, :], mask & is_pair[None, :]
+    a = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + second, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = target.dtype.element_ty
+    c = a * cos - b * sin
+    d = b * cos + a * sin
+    if IS_FINITE:
+        c, d = _not_nan(c), _not_nan(d)
+    tl.store(target + first, c.to(dtype), mask=mask)
+    tl.store(target + second, d.to(dtype), mask=mask)
+
+
+@triton.jit
+def _absorb(
+    q,
+    key_weight,
+    out,
+    head,
+    first_row,
+    first_column,
+    num_rows,
+    num_heads,
+    q_row,
+    q_head,
+    key_head,
+    key_row,
+    NOPE: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    NOPE_2: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
+):
+    """One tile of q_nope @ key_weight."""
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, NOPE_2)
+    is_row, is_column, is_inside = (row < num_rows)[:, None], (column < LATENT)[None, :], k < NOPE
+    keys = key_weight + head * key_head + k[:, None] * key_row + column[None, :]
+    weights = tl.load(keys, mask=is_column & is_inside[:, None], other=0.0)
+    join(IS_CHAINED)  # the weights above are constant
+    queries = tl.load(
+        q + row[:, None] * q_row + head * q_head + k[None, :], mask=is_row & is_inside[None, :], other=0.0
+    )
+    total = tl.dot(queries, weights, input_precision="ieee")
+    place = out + (row[:, None] * num_heads + head) * (LATENT + ROPE) + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=is_row & is_column)
 
 
 @triton.jit

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from treedraft.kernels.chain import LINE_BYTES, chained, fetch, join
+
 ROWS = 16  # of a tile, the smallest that the matrix units take; never another, or bits would depend on it
 
 
@@ -39,6 +41,8 @@ def tile_of(num_columns: int, num_heads: int, width: int, dtype: torch.dtype) ->
 
 WIDE_COLUMNS = 16384  # enough programs of 64 columns for every multiprocessor
 MEDIUM_COLUMNS = 3072
+FETCHED = 4096  # weights of a column that are fetched ahead
+FETCHING_PROGRAMS = 264  # programs up to which all run at once, so that fetching ahead is of use
 
 
 def linear_triton(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, tile: Tile | None = None) -> Tensor:
@@ -63,7 +67,10 @@ def linear_heads_triton(
     if num_rows == 0:
         return out
     tile = tile or tile_of(num_columns, num_heads, width, x.dtype)
-    _linear_kernel[(triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, ROWS), num_heads)](
+    grid = (triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, ROWS), num_heads)
+    line = LINE_BYTES // weight.element_size()
+    num_lines = triton.cdiv(min(width, FETCHED), line) if grid[0] * grid[2] <= FETCHING_PROGRAMS else 0
+    _linear_kernel[grid](
         x,
         weight,
         out,
@@ -80,13 +87,16 @@ def linear_heads_triton(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         IS_EVEN=width % tile.block_k == 0,
+        LINE=line,
+        LINES=triton.next_power_of_2(num_lines) if num_lines else 0,
+        **chained(x),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x,  # [T, h, K]
     weight,  # [h, N, K]
@@ -104,10 +114,17 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,  # width is a multiple of BLOCK_K
+    LINE: tl.constexpr,  # weights of a cache line
+    LINES: tl.constexpr,  # of a column's weights that are fetched while the kernel before this one ends
+    IS_CHAINED: tl.constexpr,
 ):
     head = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if IS_CHAINED and LINES > 0:
+        start = tl.minimum(tl.arange(0, LINES) * LINE, width - 1)
+        fetch(weight + head * weight_head + tl.minimum(column, num_columns - 1)[:, None] * weight_row + start[None, :])
+    join(IS_CHAINED)
     k = tl.arange(0, BLOCK_K)
     is_row, is_column = (row < num_rows)[:, None], (column < num_columns)[None, :]
     x_tile = x + head * x_head + row[:, None] * x_row + k[None, :]

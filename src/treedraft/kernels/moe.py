@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from treedraft.kernels.chain import chained, join
 from treedraft.kernels.linear import ROWS, Tile
 
 
@@ -66,6 +67,7 @@ def experts_triton(
         "IS_BY_EXPERT": is_by_expert,
         "PAIRS": triton.next_power_of_2(num_pairs),
         "ROWS": ROWS,
+        **chained(x),
     }
     row_blocks = triton.cdiv(num_rows, ROWS)
     _gate_up_kernel[(triton.cdiv(size, first.block_n), num_slots + num_shared, row_blocks)](
@@ -140,10 +142,10 @@ def _find_pairs(
         count = tl.sum(is_own, 0) - row_block * ROWS
         if not IS_BY_EXPERT:  # an earlier slot works for this expert
             count = tl.where(tl.sum(tl.where(place < slot, is_own, 0), 0) > 0, 0, count)
-    return expert, pair, count
+    return expert.to(tl.int64), pair.to(tl.int64), count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def _gate_up_kernel(
     x,  # [T, H]
     indices,  # [T, k] int32
@@ -163,7 +165,9 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
+    join(IS_CHAINED)
     expert, pair, count = _find_pairs(
         indices,
         tl.program_id(1),
@@ -181,9 +185,8 @@ def _gate_up_kernel(
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         is_pair, is_column = (tl.arange(0, ROWS) < count)[:, None], (column < size)[None, :]
-        pair = pair.to(tl.int64)
         x_tile = x + (pair // NUM_EACH)[:, None] * x_row + k[None, :]
-        gate_tile = weight + expert.to(tl.int64) * width * 2 * size + k[:, None] * 2 * size + column[None, :]
+        gate_tile = weight + expert * width * 2 * size + k[:, None] * 2 * size + column[None, :]
         gate = tl.zeros([ROWS, BLOCK_N], tl.float32)
         up = tl.zeros([ROWS, BLOCK_N], tl.float32)
         for start in range(0, width, BLOCK_K):
@@ -206,7 +209,7 @@ def _gate_up_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def _down_kernel(
     hidden,  # [T, NUM_EACH, S]
     indices,  # [T, k] int32
@@ -226,7 +229,9 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
+    join(IS_CHAINED)
     expert, pair, count = _find_pairs(
         indices,
         tl.program_id(1),
@@ -245,9 +250,8 @@ def _down_kernel(
         k = tl.arange(0, BLOCK_K)
         is_own = tl.arange(0, ROWS) < count
         is_pair, is_column = is_own[:, None], (column < width)[None, :]
-        pair = pair.to(tl.int64)
         hidden_tile = hidden + pair[:, None] * size + k[None, :]
-        weight_tile = weight + expert.to(tl.int64) * width * size + k[:, None] * width + column[None, :]
+        weight_tile = weight + expert * width * size + k[:, None] * width + column[None, :]
         total = tl.zeros([ROWS, BLOCK_N], tl.float32)
         for start in range(0, size, BLOCK_K):
             if IS_EVEN:

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from treedraft.kernels.chain import chained, join
+
 
 def add_rms_norm_triton(delta: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (norm(sum) * weight, sum), sum being delta + residual. Twin: models.layers.RMSNorm.add on torch operators.
@@ -37,6 +39,7 @@ def add_rms_norm_triton(delta: Tensor, residual: Tensor | None, weight: Tensor, 
             HAS_RESIDUAL=residual is not None,
             PARTS=num_parts,
             BLOCK=triton.next_power_of_2(size),
+            **chained(weight),
             num_warps=8 if size >= 2048 else 4,
         )
     return normed, total
@@ -78,11 +81,13 @@ def _add_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    join(IS_CHAINED)
     x = load_sum(delta, residual, row, column, mask, delta_row, size, weight.dtype.element_ty, HAS_RESIDUAL, PARTS)
     if HAS_RESIDUAL:
         tl.store(total + row * size + column, x.to(total.dtype.element_ty), mask=mask)
@@ -96,12 +101,14 @@ def silu_and_mul_triton(gate_up: Tensor, block: int = 1024) -> Tensor:
     rows = gate_up.reshape(-1, 2 * size)
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     if len(rows):
-        _silu_and_mul_kernel[(len(rows), triton.cdiv(size, block))](rows, out, rows.stride(0), size, BLOCK=block)
+        grid = (len(rows), triton.cdiv(size, block))
+        _silu_and_mul_kernel[grid](rows, out, rows.stride(0), size, BLOCK=block, **chained(rows))
     return out
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up, out, gate_up_row, size, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(gate_up, out, gate_up_row, size, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+    join(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size

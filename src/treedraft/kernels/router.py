@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from treedraft.kernels.chain import chained, join
 from treedraft.kernels.norm import load_sum
 
 EXPERTS = 8  # logits that a program computes
@@ -85,6 +86,7 @@ def norm_route_triton(
         GROUP_SIZE_2=triton.next_power_of_2(num_experts // choice.num_groups),
         TOPK_GROUPS=choice.topk_groups,
         IS_NORMED=choice.norm_topk_prob,
+        **chained(rows),
         num_warps=8 if chunk >= 1024 else 4,
     )
     return normed, total, indices, weights
@@ -120,8 +122,10 @@ def _norm_route_kernel(
     GROUP_SIZE_2: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
     IS_NORMED: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """A program computes EXPERTS logits of a row, norm included; the last of the row to finish chooses."""
+    join(IS_CHAINED)
     row = tl.program_id(1).to(tl.int64)
     dtype: tl.constexpr = norm_weight.dtype.element_ty
     squares = tl.zeros([CHUNK], tl.float32)

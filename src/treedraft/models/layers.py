@@ -100,7 +100,7 @@ class Matrix:
     def linear(self, x: Tensor) -> Tensor:
         """Return [..., in] -> [..., out] in x's dtype."""
         packed = self.packed
-        if x.is_cuda and self._is_fused(x):
+        if self._is_fused(x):
             return self._fused(x, x.dtype)
         if packed is None or x.dtype != torch.float32 or torch.is_grad_enabled():
             return F.linear(x, self.weight)
@@ -108,7 +108,7 @@ class Matrix:
 
     def logits(self, x: Tensor) -> Tensor:
         """Return [..., in] -> [..., out] in at least float32."""
-        if x.is_cuda and self._is_fused(x):
+        if self._is_fused(x):
             return self._fused(x, torch.float32)
         if self.packed is None or torch.is_grad_enabled():
             return linear_float32(x, self.weight)
@@ -202,7 +202,7 @@ class RMSNorm(nn.Module):
         return self(total), total
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and is_served(x):
+        if is_served(x):
             return self.add(x, None)[0]
         if torch.is_grad_enabled() or x.dtype not in WIDE or x.device.type != "cpu":
             return F.rms_norm(x, (self.size,), self.weight.to(x.dtype), self.eps_host)
