@@ -19,8 +19,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LINE_BYTES = 128  # of the second cache
-
 
 def chained(x: Tensor) -> dict[str, Any]:
     """Launch options of a chained kernel on x's device; plain ones where the device has no such launch."""
@@ -41,8 +39,24 @@ def join(IS_CHAINED: tl.constexpr):
 
 
 @triton.jit
-def fetch(pointers):
-    """Bring the lines of pointers into the second cache. Before `join`: of constants only."""
+def fetch_lines(pointers):
+    """Bring the cache lines of pointers into the second cache. Before `join`: of constants only."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fetch_slab(start, NUM_BYTES: tl.constexpr, LANES: tl.constexpr):
+    """As fetch_lines, of the bytes from a pointer on: a multiple of 16 * LANES, LANES being the threads."""
+    EACH: tl.constexpr = NUM_BYTES // LANES
+    lanes = start.to(tl.int64) + tl.arange(0, LANES) * EACH
+    sizes = tl.full([LANES], EACH, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [lanes, sizes],
+        tl.int32,
+        is_pure=False,
+        pack=1,
     )

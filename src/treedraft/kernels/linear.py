@@ -16,18 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treedraft.kernels.chain import LINE_BYTES, chained, fetch, join
+from treedraft.kernels.chain import chained, fetch_slab, join
 
 ROWS = 16  # of a tile, the smallest that the matrix units take; never another, or bits would depend on it
 
 
 class Tile(NamedTuple):
-    """Shape of a program's work. Bits of the result depend on block_k alone."""
+    """Shape of a program's work. Bits of the result depend on block_k alone (block_m: 16 or 32, see kernels' tests)."""
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    block_m: int = ROWS
 
 
 def tile_of(num_columns: int, num_heads: int, width: int, dtype: torch.dtype) -> Tile:
@@ -41,8 +42,16 @@ def tile_of(num_columns: int, num_heads: int, width: int, dtype: torch.dtype) ->
 
 WIDE_COLUMNS = 16384  # enough programs of 64 columns for every multiprocessor
 MEDIUM_COLUMNS = 3072
-FETCHED = 4096  # weights of a column that are fetched ahead
+FETCHED_BYTES = 1 << 17  # at most, by one program
 FETCHING_PROGRAMS = 264  # programs up to which all run at once, so that fetching ahead is of use
+
+
+def _fetched_bytes(weight: Tensor, tile: Tile, grid: tuple[int, int, int]) -> int:
+    """Bytes of a program's rows of the weight to fetch ahead; 0 where they are no slab or the programs are many."""
+    (_, num_columns, width), lanes = weight.shape, 32 * tile.num_warps
+    num_bytes = min(tile.block_n * width * weight.element_size(), FETCHED_BYTES)
+    is_slab = weight.stride(1) == width and num_columns % tile.block_n == 0 and num_bytes % (16 * lanes) == 0
+    return num_bytes if is_slab and grid[0] * grid[1] * grid[2] <= FETCHING_PROGRAMS else 0
 
 
 def linear_triton(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, tile: Tile | None = None) -> Tensor:
@@ -67,9 +76,7 @@ def linear_heads_triton(
     if num_rows == 0:
         return out
     tile = tile or tile_of(num_columns, num_heads, width, x.dtype)
-    grid = (triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, ROWS), num_heads)
-    line = LINE_BYTES // weight.element_size()
-    num_lines = triton.cdiv(min(width, FETCHED), line) if grid[0] * grid[2] <= FETCHING_PROGRAMS else 0
+    grid = (triton.cdiv(num_rows, tile.block_m), triton.cdiv(num_columns, tile.block_n), num_heads)
     _linear_kernel[grid](
         x,
         weight,
@@ -83,12 +90,12 @@ def linear_heads_triton(
         weight.stride(1),
         out.stride(0),
         out.stride(1),
-        ROWS=ROWS,
+        ROWS=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         IS_EVEN=width % tile.block_k == 0,
-        LINE=line,
-        LINES=triton.next_power_of_2(num_lines) if num_lines else 0,
+        FETCHED=_fetched_bytes(weight, tile, grid),
+        LANES=32 * tile.num_warps,
         **chained(x),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -114,16 +121,16 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,  # width is a multiple of BLOCK_K
-    LINE: tl.constexpr,  # weights of a cache line
-    LINES: tl.constexpr,  # of a column's weights that are fetched while the kernel before this one ends
+    FETCHED: tl.constexpr,  # bytes of the weight that a program fetches while the kernel before this one ends
+    LANES: tl.constexpr,  # threads
     IS_CHAINED: tl.constexpr,
 ):
     head = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if IS_CHAINED and LINES > 0:
-        start = tl.minimum(tl.arange(0, LINES) * LINE, width - 1)
-        fetch(weight + head * weight_head + tl.minimum(column, num_columns - 1)[:, None] * weight_row + start[None, :])
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if IS_CHAINED and FETCHED > 0:
+        first = tl.program_id(1).to(tl.int64) * BLOCK_N
+        fetch_slab(weight + head * weight_head + first * weight_row, FETCHED, LANES)
     join(IS_CHAINED)
     k = tl.arange(0, BLOCK_K)
     is_row, is_column = (row < num_rows)[:, None], (column < num_columns)[None, :]

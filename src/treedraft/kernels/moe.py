@@ -23,18 +23,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treedraft.kernels.chain import chained, join
-from treedraft.kernels.linear import ROWS, Tile
+from treedraft.kernels.chain import chained, fetch_lines, join
+from treedraft.kernels.linear import Tile
 
 
 def gate_up_tile(dtype: torch.dtype) -> Tile:
     """Tile of the first product; block_n columns of gate and as many of up."""
-    return Tile(32, 32, 4, 2) if dtype == torch.float32 else Tile(64, 64, 4, 5)
+    return Tile(32, 32, 4, 2) if dtype == torch.float32 else Tile(64, 64, 4, 4)
 
 
 def down_tile(dtype: torch.dtype) -> Tile:
     """Tile of the second product."""
-    return Tile(32, 32, 4, 2) if dtype == torch.float32 else Tile(64, 64, 4, 6)
+    return Tile(32, 32, 4, 2) if dtype == torch.float32 else Tile(128, 64, 4, 4)
+
+
+SHARED_FETCHED = 2048  # rows of a shared expert's gate and up that are fetched while the router chooses
+DOWN_FETCHED = 256  # rows of each expert's down that are fetched while the first product ends
+
+
+def _fetched_rows(num_rows: int, most: int) -> int:
+    """The largest power of two that is at most both."""
+    return 1 << (min(num_rows, most).bit_length() - 1) if most else 0
 
 
 def experts_triton(
@@ -66,11 +75,9 @@ def experts_triton(
         "NUM_EXPERTS": num_experts,
         "IS_BY_EXPERT": is_by_expert,
         "PAIRS": triton.next_power_of_2(num_pairs),
-        "ROWS": ROWS,
         **chained(x),
     }
-    row_blocks = triton.cdiv(num_rows, ROWS)
-    _gate_up_kernel[(triton.cdiv(size, first.block_n), num_slots + num_shared, row_blocks)](
+    _gate_up_kernel[(triton.cdiv(num_rows, first.block_m), triton.cdiv(size, first.block_n), num_slots + num_shared)](
         x,
         indices,
         gate_up,
@@ -80,14 +87,18 @@ def experts_triton(
         x.shape[1],
         size,
         x.stride(0),
+        ROWS=first.block_m,
         BLOCK_N=first.block_n,
         BLOCK_K=first.block_k,
         IS_EVEN=x.shape[1] % first.block_k == 0,
+        FETCHED=_fetched_rows(x.shape[1], SHARED_FETCHED) if size % first.block_n == 0 else 0,
         num_warps=first.num_warps,
         num_stages=first.num_stages,
         **common,
     )
-    _down_kernel[(triton.cdiv(x.shape[1], second.block_n), num_slots + num_shared, row_blocks)](
+    _down_kernel[
+        (triton.cdiv(num_rows, second.block_m), triton.cdiv(x.shape[1], second.block_n), num_slots + num_shared)
+    ](
         hidden,
         indices,
         weights,
@@ -97,9 +108,11 @@ def experts_triton(
         num_slots,
         size,
         x.shape[1],
+        ROWS=second.block_m,
         BLOCK_N=second.block_n,
         BLOCK_K=second.block_k,
         IS_EVEN=size % second.block_k == 0,
+        FETCHED=_fetched_rows(size, DOWN_FETCHED) if x.shape[1] % second.block_n == 0 else 0,
         num_warps=second.num_warps,
         num_stages=second.num_stages,
         **common,
@@ -165,13 +178,22 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    FETCHED: tl.constexpr,  # rows of the weight that are fetched while the kernel before this one ends
     IS_CHAINED: tl.constexpr,
 ):
+    if IS_CHAINED and FETCHED > 0:
+        if (
+            tl.program_id(2) >= num_slots and tl.program_id(0) == 0
+        ):  # a shared expert's: known before the router's choice
+            shared = (NUM_EXPERTS + tl.program_id(2) - num_slots).to(tl.int64) * width * 2 * size
+            lines = weight + shared + tl.arange(0, FETCHED) * 2 * size + tl.program_id(1) * BLOCK_N
+            fetch_lines(lines)
+            fetch_lines(lines + size)
     join(IS_CHAINED)
     expert, pair, count = _find_pairs(
         indices,
-        tl.program_id(1),
         tl.program_id(2),
+        tl.program_id(0),
         num_rows,
         num_slots,
         TOPK,
@@ -182,7 +204,7 @@ def _gate_up_kernel(
         ROWS,
     )
     if count > 0:
-        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         is_pair, is_column = (tl.arange(0, ROWS) < count)[:, None], (column < size)[None, :]
         x_tile = x + (pair // NUM_EACH)[:, None] * x_row + k[None, :]
@@ -229,13 +251,13 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    FETCHED: tl.constexpr,  # rows of the weight that are fetched while the kernel before this one ends
     IS_CHAINED: tl.constexpr,
 ):
-    join(IS_CHAINED)
     expert, pair, count = _find_pairs(
         indices,
-        tl.program_id(1),
         tl.program_id(2),
+        tl.program_id(0),
         num_rows,
         num_slots,
         TOPK,
@@ -245,8 +267,14 @@ def _down_kernel(
         PAIRS,
         ROWS,
     )
+    # The choice was there before the first product's kernel could let this one start: it may be read before `join`.
+    if IS_CHAINED and FETCHED > 0:
+        if count > 0:
+            lines = weight + expert * width * size + tl.arange(0, FETCHED) * width + tl.program_id(1) * BLOCK_N
+            fetch_lines(lines)
+    join(IS_CHAINED)
     if count > 0:
-        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         is_own = tl.arange(0, ROWS) < count
         is_pair, is_column = is_own[:, None], (column < width)[None, :]

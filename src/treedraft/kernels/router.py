@@ -15,7 +15,7 @@ from torch import Tensor
 from treedraft.kernels.chain import chained, join
 from treedraft.kernels.norm import load_sum
 
-EXPERTS = 8  # logits that a program computes
+EXPERTS = 4  # logits that a program computes
 CHUNK = 2048  # columns of the hidden state that it holds at once
 
 
@@ -125,28 +125,37 @@ def _norm_route_kernel(
     IS_CHAINED: tl.constexpr,
 ):
     """A program computes EXPERTS logits of a row, norm included; the last of the row to finish chooses."""
-    join(IS_CHAINED)
     row = tl.program_id(1).to(tl.int64)
     dtype: tl.constexpr = norm_weight.dtype.element_ty
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    first = tl.arange(0, CHUNK)
+    is_first = (expert < num_experts)[:, None] & (first < size)[None, :]
+    # Constants, loaded while the kernel before this one ends.
+    first_experts = tl.load(router_weight + expert[:, None] * size + first[None, :], mask=is_first, other=0.0)
+    first_scale = tl.load(norm_weight + first, mask=first < size, other=0.0).to(tl.float32)
+    join(IS_CHAINED)
     squares = tl.zeros([CHUNK], tl.float32)
     for start in range(0, size, CHUNK):
         column = start + tl.arange(0, CHUNK)
         x = load_sum(delta, residual, row, column, column < size, delta_row, size, dtype, True, PARTS)
         squares += x * x
     inverse = tl.rsqrt(tl.sum(squares, 0) / size + eps)
-    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     products = tl.zeros([EXPERTS, CHUNK], tl.float32)
     for start in range(0, size, CHUNK):
-        column = start + tl.arange(0, CHUNK)
+        column = start + first
         mask = column < size
         x = load_sum(delta, residual, row, column, mask, delta_row, size, dtype, True, PARTS)
-        y = (x * inverse * tl.load(norm_weight + column, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+        norm_scale, of_experts = first_scale, first_experts
+        if start > 0:
+            norm_scale = tl.load(norm_weight + column, mask=mask, other=0.0).to(tl.float32)
+            is_inside = (expert < num_experts)[:, None] & mask[None, :]
+            pointers = router_weight + expert[:, None] * size + column[None, :]
+            of_experts = tl.load(pointers, mask=is_inside, other=0.0)
+        y = (x * inverse * norm_scale).to(dtype)
         if tl.program_id(0) == 0:
             tl.store(total + row * size + column, x.to(dtype), mask=mask)
             tl.store(normed + row * size + column, y, mask=mask)
-        of_experts = router_weight + expert[:, None] * size + column[None, :]
-        is_inside = (expert < num_experts)[:, None] & mask[None, :]
-        products += tl.load(of_experts, mask=is_inside, other=0.0).to(tl.float32) * y.to(tl.float32)[None, :]
+        products += of_experts.to(tl.float32) * y.to(tl.float32)[None, :]
     tl.store(logits + row * num_experts + expert, tl.sum(products, 1), mask=expert < num_experts)
     tl.debug_barrier()  # every thread's logits come before the arrival below
     arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel")
@@ -218,19 +227,18 @@ def _choose(
             taken = tl.min(tl.where(left == tl.max(left, 0), group_number, GROUPS_2), 0)
             is_kept = is_kept | (group_number == taken)
         choice = tl.where(is_kept[:, None] | (choice == float("-inf")), choice, NONE)
-    sum_weights = 0.0
-    place = tl.arange(0, 32)
-    chosen = tl.zeros([32], tl.int32)
-    weight = tl.zeros([32], tl.float32)
-    for i in tl.static_range(TOPK):
-        most = tl.max(tl.max(choice, 1), 0)
-        taken = tl.min(tl.min(tl.where(choice == most, expert, GROUPS * GROUP_SIZE - 1), 1), 0)
-        score = tl.sum(tl.sum(tl.where(is_expert & (expert == taken), scores, 0.0), 1), 0)
-        sum_weights += score
-        chosen = tl.where(place == i, taken, chosen)
-        weight = tl.where(place == i, score, weight)
-        choice = tl.where(expert == taken, float("-inf"), choice)
+    # An expert's place is the number of better ones; of equal ones the lower comes first.
+    flat_choice, flat_score = (
+        tl.reshape(choice, [GROUPS_2 * GROUP_SIZE_2]),
+        tl.reshape(scores, [GROUPS_2 * GROUP_SIZE_2]),
+    )
+    number = tl.reshape(tl.where(is_expert, expert, GROUPS * GROUP_SIZE), [GROUPS_2 * GROUP_SIZE_2])
+    mine, other = flat_choice[:, None], flat_choice[None, :]
+    is_better = (other > mine) | ((other == mine) & (number[None, :] < number[:, None]))
+    place = tl.sum(is_better.to(tl.int32), 1)
+    is_chosen = (place < TOPK) & (number < GROUPS * GROUP_SIZE)
+    weight = flat_score
     if IS_NORMED:
-        weight = weight / (sum_weights + 1e-20)
-    tl.store(indices + place, chosen, mask=place < TOPK)
-    tl.store(weights + place, weight * scale, mask=place < TOPK)
+        weight = weight / (tl.sum(tl.where(is_chosen, flat_score, 0.0), 0) + 1e-20)
+    tl.store(indices + place, number, mask=is_chosen)
+    tl.store(weights + place, weight * scale, mask=is_chosen)
