@@ -205,14 +205,14 @@ def test_forward_with_taps_returns_inputs_of_the_layers(tmp_path: Path) -> None:
         output = model(ids, positions, DenseAttend(), taps=(2, 0, 3, 0))
         mid, low, last, again = output.features.split(config.hidden_size, -1)
         table = model.rope(positions)
-        x = model.embed(ids)
+        x, residual = model.embed(ids), None
         torch.testing.assert_close(low, x, rtol=0, atol=0)
         torch.testing.assert_close(again, x, rtol=0, atol=0)
         for index, layer in enumerate(model.layers):
+            x, residual, entered = layer(x, residual, model.rope, table, DenseAttend())
             if index == 2:
-                torch.testing.assert_close(mid, x, rtol=0, atol=0)
-            x = layer(x, model.rope, table, DenseAttend())
-        torch.testing.assert_close(last, x, rtol=0, atol=0)
+                torch.testing.assert_close(mid, entered, rtol=0, atol=0)
+        torch.testing.assert_close(last, x + residual, rtol=0, atol=0)
         assert model(ids, positions, DenseAttend()).features.shape == (1, 12, 0)
 
 

@@ -48,6 +48,32 @@ class PagedTreeAttend:
         out = self.backend.run_mla(self.plan, self.pool.layer(layer), q, latent.shape[-1], scale)
         return expand_values(out, kv_b[:, q_nope.shape[-1] :])
 
+    def mla_raw(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+        table: Tensor,
+        is_interleaved: bool,
+        norm_weight: Tensor,
+        norm_eps: float,
+        kv_b: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """As `mla` on a GPU, of rows that are neither rotated nor normed; all before the attention is one kernel.
+
+        q [B, R, h, dn + dr], kv [B, R, c + dr], table [B, R, 2, 1, dr] float32: models.rope.Rope's rows.
+        """
+        from treedraft.kernels.latent import absorb_and_write_triton  # here: triton is needed on a GPU alone
+        from treedraft.kernels.linear import linear_heads_triton
+
+        nope, slots = q.shape[-1] - table.shape[-1], self.pool.layer(layer)
+        absorbed = absorb_and_write_triton(
+            q, kv, table, norm_weight, norm_eps, kv_b[:, :nope], self.write_slots, slots, is_interleaved
+        )
+        out = self.backend.run_mla(self.plan, slots, absorbed, kv_b.shape[-1], scale)
+        return linear_heads_triton(out.flatten(0, 1), kv_b[:, nope:]).unflatten(0, out.shape[:2])
+
 
 class PagedPrefillAttend:
     """Chunks of prompts, joined to a leading shape [T], in expanded form: per-head keys and values, causal.

@@ -15,7 +15,7 @@ from treedraft.types import ModelOutput
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); each sum is made with the norm that reads it."""
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -29,10 +29,22 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MoE(config.moe, config.hidden_size, dtype, device)
 
-    def forward(self, x: Tensor, rope: Rope, table: Tensor, attend: Attend) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rope, table, attend, self.index)
-        normed = self.post_norm(x)
-        return x + (self.mlp(normed, attend.is_static) if isinstance(self.mlp, MoE) else self.mlp(normed))
+    def forward(
+        self, delta: Tensor, residual: Tensor | None, rope: Rope, table: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (delta, residual, what entered the layer). The residual stream is delta + residual, as in the next.
+
+        delta: [..., H], or parts of it, see RMSNorm.add.
+        """
+        normed, entered = self.input_norm.add(delta, residual)
+        attended = self.attention(normed, rope, table, attend, self.index)
+        if isinstance(self.mlp, MoE):
+            if self.mlp.is_fused(attended):
+                return *self.mlp.fused(attended, entered, self.post_norm), entered
+            normed, residual = self.post_norm.add(attended, entered)
+            return self.mlp(normed, attend.is_static), residual, entered
+        normed, residual = self.post_norm.add(attended, entered)
+        return self.mlp(normed), residual, entered
 
     def checkpoint(self, prefix: str) -> NamedViews:
         yield from self.input_norm.checkpoint(f"{prefix}.input_layernorm")
@@ -75,17 +87,18 @@ class DeepseekModel(nn.Module):
 
         Tap i is the residual stream that enters layer i; tap num_hidden_layers is what enters the final norm.
         """
-        x = self.embed(token_ids)
+        delta, residual = self.embed(token_ids), None
         table = self.rope(positions)
         states: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
+            delta, residual, entered = layer(delta, residual, self.rope, table, attend)
             if index in taps:
-                states[index] = x
-            x = layer(x, self.rope, table, attend)
+                states[index] = entered
+        hidden, last = self.norm.add(delta, residual)
         if len(self.layers) in taps:
-            states[len(self.layers)] = x
-        features = torch.cat([states[tap] for tap in taps], -1) if taps else x[..., :0]
-        return ModelOutput(hidden=self.norm(x), features=features)
+            states[len(self.layers)] = last
+        features = torch.cat([states[tap] for tap in taps], -1) if taps else last[..., :0]
+        return ModelOutput(hidden=hidden, features=features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., H] -> [..., V] in at least float32."""

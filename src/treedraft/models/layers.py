@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,9 @@ WIDE = (torch.float32, torch.float64)
 PACKED_ROWS = 8  # rows that the packed layout is tuned for; it works for any number
 PACKED_SIZE = 1 << 16  # elements of the smallest matrix that is packed
 NamedViews = Iterator[tuple[str, Tensor]]
+# fast: what is measured to be fastest. invariant: a row's result is the same bits whatever rows are beside it (a GPU's
+# inference in bfloat16 and float32; elsewhere the two are the same).
+Products = Literal["fast", "invariant"]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -34,6 +39,19 @@ def is_autocast(x: Tensor) -> bool:
     """Whether autocast is on for x's device; the meta device has none."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def is_served(x: Tensor) -> bool:
+    """Whether the Triton kernels compute with x: inference on a GPU, in bfloat16 or float32, outside autocast."""
+    if not x.is_cuda or torch.is_grad_enabled() or x.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    return has_triton() and not is_autocast(x)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
@@ -59,6 +77,7 @@ class Matrix:
         self.weight = weight
         self.gives_logits = gives_logits
         self.packed: Tensor | None = None
+        self.products: Products = "fast"
 
     def pack(self, device_type: str | None = None) -> None:
         """Make the copy, once the weight is final; without effect where it would not serve.
@@ -81,15 +100,29 @@ class Matrix:
     def linear(self, x: Tensor) -> Tensor:
         """Return [..., in] -> [..., out] in x's dtype."""
         packed = self.packed
+        if self._is_fused(x):
+            return self._fused(x, x.dtype)
         if packed is None or x.dtype != torch.float32 or torch.is_grad_enabled():
             return F.linear(x, self.weight)
         return packed_product()(x, packed)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return [..., in] -> [..., out] in at least float32."""
+        if self._is_fused(x):
+            return self._fused(x, torch.float32)
         if self.packed is None or torch.is_grad_enabled():
             return linear_float32(x, self.weight)
         return packed_product()(x.float(), self.packed)
+
+    def _is_fused(self, x: Tensor) -> bool:
+        if not is_served(x):
+            return False
+        return self.products == "invariant" or (x.dtype == torch.bfloat16 and x.numel() <= FUSED_ROWS * x.shape[-1])
+
+    def _fused(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        from treedraft.kernels.linear import linear_triton  # here: triton is needed on a GPU alone
+
+        return linear_triton(x, self.weight, out_dtype)
 
 
 def has_packed_product() -> bool:
@@ -107,6 +140,14 @@ def packed_product(x: Tensor, packed: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", scalars, "")
 """
     return torch.jit.CompilationUnit(source).packed_product
+
+
+def choose_products(model: nn.Module, products: Products) -> None:
+    """Choose the products of every matrix and mixture of experts of a model."""
+    for module in model.modules():
+        for value in (module, *vars(module).values()):
+            if hasattr(value, "products"):
+                value.products = products
 
 
 def pack_matrices(model: nn.Module, device_type: str | None = None) -> None:
@@ -144,7 +185,25 @@ class RMSNorm(nn.Module):
         self.register_buffer("eps", torch.tensor(eps, dtype=wide, device=device), persistent=False)
         self.eps_host = eps
 
+    def add(self, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (norm of the sum, the sum) of delta and the residual stream [..., H]; None stands for 0.
+
+        delta: [..., H], or [..., P, H], parts to be summed: what a mixture of experts gives on a GPU.
+        """
+        if is_served(delta):
+            from treedraft.kernels.norm import add_rms_norm_triton  # here: triton is needed on a GPU alone
+
+            return add_rms_norm_triton(delta, residual, self.weight, self.eps_host)
+        if residual is None:
+            return self(delta), delta
+        if delta.dim() > residual.dim():
+            delta = delta.sum(-2).to(residual.dtype)
+        total = residual + delta
+        return self(total), total
+
     def forward(self, x: Tensor) -> Tensor:
+        if is_served(x):
+            return self.add(x, None)[0]
         if torch.is_grad_enabled() or x.dtype not in WIDE or x.device.type != "cpu":
             return F.rms_norm(x, (self.size,), self.weight.to(x.dtype), self.eps_host)
         # On a CPU torch runs rms_norm as seven operators, 10 us for a row; these five take 6 (2026-12-01).
@@ -166,7 +225,12 @@ class MLP(nn.Module):
         self.to_gate_up, self.to_hidden = Matrix(self.gate_up), Matrix(self.down)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.to_gate_up.linear(x).split(self.size, -1)
+        gate_up = self.to_gate_up.linear(x)
+        if is_served(gate_up):
+            from treedraft.kernels.norm import silu_and_mul_triton  # here: triton is needed on a GPU alone
+
+            return self.to_hidden.linear(silu_and_mul_triton(gate_up))
+        gate, up = gate_up.split(self.size, -1)
         return self.to_hidden.linear(F.silu(gate) * up)
 
     def checkpoint(self, prefix: str) -> NamedViews:
@@ -174,6 +238,9 @@ class MLP(nn.Module):
         yield f"{prefix}.gate_proj.weight", gate
         yield f"{prefix}.up_proj.weight", up
         yield f"{prefix}.down_proj.weight", self.down.detach()
+
+
+FUSED_ROWS = 16  # rows up to which the Triton product is faster than cuBLAS
 
 
 def init_weights(module: nn.Module, seed: int, std: float = 0.02) -> None:

@@ -7,13 +7,13 @@ What it caches is the latent after its norm and k_rope after its rotation.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from treedraft.models.config import LORA_NORM_EPS, MlaConfig
-from treedraft.models.layers import Matrix, NamedViews, RMSNorm, empty_weight
+from treedraft.models.layers import Matrix, NamedViews, RMSNorm, empty_weight, is_served
 from treedraft.models.rope import Rope
 
 
@@ -32,6 +32,27 @@ class Attend(Protocol):
         q_rope: Tensor,
         latent: Tensor,
         k_rope: Tensor,
+        kv_b: Tensor,
+        scale: float,
+    ) -> Tensor: ...
+
+
+@runtime_checkable
+class RawAttend(Protocol):
+    """An `attend` that can also rotate, norm and write rows as the projections give them, in one kernel on a GPU.
+
+    q [..., h, dn + dr], kv [..., c + dr], table [..., 2, 1, dr] from models.rope.Rope -> [..., h, dv].
+    """
+
+    def mla_raw(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+        table: Tensor,
+        is_interleaved: bool,
+        norm_weight: Tensor,
+        norm_eps: float,
         kv_b: Tensor,
         scale: float,
     ) -> Tensor: ...
@@ -59,6 +80,12 @@ class DirectQueries(nn.Module):
         rotary = fused[..., c.kv_lora_rank :].unfold(-1, c.qk_rope_head_dim, c.qk_head_dim)
         rotary = rope.rotate(rotary, table)
         return q_nope, rotary[..., 1:, :], fused[..., : c.kv_lora_rank], rotary[..., 0, :]
+
+    def raw(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries [..., h, dn + dr], and latent and key [..., c + dr], neither rotated nor normed."""
+        c = self.config
+        fused = self.to_fused.linear(x)
+        return fused[..., c.latent_width :].unflatten(-1, (c.num_heads, c.qk_head_dim)), fused[..., : c.latent_width]
 
     def checkpoint(self, prefix: str) -> NamedViews:
         weight = self.weight.detach()
@@ -92,6 +119,12 @@ class LowRankQueries(nn.Module):
         k_rope = rope.rotate(k_rope.unsqueeze(-2), table).squeeze(-2)
         return q_nope, rope.rotate(q_rope, table), latent, k_rope
 
+    def raw(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As DirectQueries.raw."""
+        c = self.config
+        bottleneck, kv = self.to_bottleneck.linear(x).split([self.rank, c.latent_width], -1)
+        return self.to_queries.linear(self.norm(bottleneck)).unflatten(-1, (c.num_heads, c.qk_head_dim)), kv
+
     def checkpoint(self, prefix: str) -> NamedViews:
         a = self.a.detach()
         yield f"{prefix}.q_a_proj.weight", a[: self.rank]
@@ -123,6 +156,11 @@ class MLA(nn.Module):
         self.scale = config.scale
 
     def forward(self, x: Tensor, rope: Rope, table: Tensor, attend: Attend, layer: int) -> Tensor:
+        if is_served(x) and isinstance(attend, RawAttend):
+            q, kv = self.queries.raw(x)
+            weight, eps = self.norm.weight, self.norm.eps_host
+            heads = attend.mla_raw(layer, q, kv, table, rope.is_interleaved, weight, eps, self.kv_b, self.scale)
+            return self.to_out.linear(heads.flatten(-2))
         q_nope, q_rope, latent, k_rope = self.queries(x, rope, table)
         heads = attend.mla(layer, q_nope, q_rope, self.norm(latent), k_rope, self.kv_b, self.scale)
         return self.to_out.linear(heads.flatten(-2))

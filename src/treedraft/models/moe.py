@@ -1,10 +1,12 @@
 """Mixture of experts with the routers of DeepSeek-V2 and V3.
 
 One parameter holds every expert, the shared ones last; a shared MLP of n times an expert's width is n experts whose
-weight is always 1. Four forms compute the same function; shapes and device choose:
+weight is always 1. Six forms compute the same function; shapes and device choose:
 
     summed    few rows on a CPU: rows of the chosen experts' weights are summed in place        static
-    gathered  few rows on a GPU: each row's experts are copied out and multiplied               static
+    few       few rows on a GPU: Triton kernels read each chosen expert once                    static
+    segmented many rows on a GPU, bfloat16: rows in order of experts, torch's grouped product   static
+    gathered  few rows on a GPU otherwise: each row's experts are copied out and multiplied     static
     dense     every expert for every row, unchosen ones weighted by 0: two large products       static
     grouped   many rows: each expert sees the rows that chose it                                waits for the device
 """
@@ -18,7 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treedraft.models.config import MoeConfig
-from treedraft.models.layers import Matrix, NamedViews, at_least_float32, empty_weight, is_autocast
+from treedraft.models.layers import (
+    Matrix,
+    NamedViews,
+    Products,
+    RMSNorm,
+    at_least_float32,
+    empty_weight,
+    is_autocast,
+    is_served,
+)
 
 
 class Routing(NamedTuple):
@@ -32,10 +43,15 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Chooses k experts for each row, in at least float32."""
 
+    arrivals: Tensor
+
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.config = config
         self.weight = empty_weight(config.num_experts, hidden_size, dtype=dtype, device=device)
+        # Counts programs while a kernel runs, see kernels.router.
+        arrivals = torch.zeros(FEW_ROWS, dtype=torch.int32, device=device)
+        self.register_buffer("arrivals", arrivals, persistent=False)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return [T, E] in at least float32, under autocast too: two experts' gap is often below bfloat16's step."""
@@ -114,6 +130,7 @@ class MoE(nn.Module):
         self.size = config.intermediate_size
         self.num_all = config.num_experts + config.num_shared_experts
         self.packed: tuple[Matrix, Matrix] | None = None
+        self.products: Products = "fast"
         self.stands_for: str | None = None  # on the meta device, the type of the device whose form is to run
         router = SigmoidRouter if config.topk_method == "noaux_tc" else SoftmaxRouter
         self.router = router(config, hidden_size, dtype, device)
@@ -132,6 +149,11 @@ class MoE(nn.Module):
         routing = self.router(rows)
         pairs_per_expert = routing.indices.numel() / self.config.num_experts
         is_cpu = (x.device.type if self.stands_for is None else self.stands_for) == "cpu"
+        if not is_cpu and (is_served(x) or (x.is_meta and not torch.is_grad_enabled())):
+            if len(rows) <= FEW_ROWS or self.products == "invariant":
+                return self.few(rows, routing).view(x.shape)
+            if x.dtype == torch.bfloat16 and self.hidden_size % 8 == self.size % 8 == 0:
+                return self.segmented(rows, routing).view(x.shape)
         summed_max_pairs = SUMMED_MAX_PAIRS if self.packed is None else SUMMED_MAX_PAIRS_IF_PACKED
         if pairs_per_expert <= (summed_max_pairs if is_cpu else GATHERED_MAX_PAIRS):
             form = self.summed if is_cpu else self.gathered
@@ -148,6 +170,68 @@ class MoE(nn.Module):
         hidden = F.silu(gate) * up * weights.to(x.dtype).view(-1, 1)
         rows = torch.add(self.inner_range, experts.unsqueeze(-1), alpha=self.size).flatten(1)
         return weighted_row_sums(self.down.flatten(0, 1), rows, hidden.view(-1))
+
+    def is_fused(self, x: Tensor) -> bool:
+        """Whether `fused` serves rows such as x. Who listens to the router (debug.differences) gets it called."""
+        few = x.numel() <= FEW_ROWS * self.hidden_size or self.products == "invariant"
+        return few and is_served(x) and not self.router._forward_hooks
+
+    def fused(self, delta: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Norm delta + residual, route and run the experts. delta, residual: [..., H]. Static.
+
+        Returns parts [..., P, H] float32, whose sum is what `forward` returns for the norm, and delta + residual.
+        """
+        from treedraft.kernels.router import Choice, norm_route_triton  # here: triton is needed on a GPU alone
+
+        c, router = self.config, self.router
+        bias = getattr(router, "bias", None)
+        choice = Choice(
+            is_sigmoid=bias is not None,
+            topk=c.num_experts_per_tok,
+            num_groups=c.num_groups,
+            topk_groups=c.topk_groups,
+            norm_topk_prob=c.norm_topk_prob,
+            scale=c.routed_scaling_factor,
+        )
+        sums, parts = [], []
+        chunks = (x.reshape(-1, self.hidden_size).split(FEW_ROWS) for x in (delta, residual))
+        for rows, residuals in zip(*chunks, strict=True):
+            normed, total, indices, weights = norm_route_triton(
+                rows, residuals, norm.weight, norm.eps_host, router.weight, bias, choice, router.arrivals
+            )
+            sums.append(total)
+            parts.append(self._parts(normed, indices, weights))
+        return joined(parts).unflatten(0, residual.shape[:-1]), joined(sums).view(residual.shape)
+
+    def few(self, x: Tensor, routing: Routing) -> Tensor:
+        """Read each chosen expert once, in Triton kernels. x: [T, H]. Static."""
+        indices, weights = routing.indices.int(), routing.weights.float()
+        chunks = zip(x.split(FEW_ROWS), indices.split(FEW_ROWS), weights.split(FEW_ROWS), strict=True)
+        return joined([self._parts(*chunk).sum(1).to(x.dtype) for chunk in chunks])
+
+    def _parts(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Each row's weighted experts, [T, k + shared, H] float32."""
+        num_each = indices.shape[1] + self.config.num_shared_experts
+        hidden = x.new_empty((len(x), num_each, self.size))
+        parts = torch.empty((len(x), num_each, self.hidden_size), dtype=torch.float32, device=x.device)
+        if not x.is_meta:
+            from treedraft.kernels.moe import experts_triton  # here: triton is needed on a GPU alone
+
+            experts_triton(x, indices, weights, self.gate_up, self.down, hidden, parts)
+        return parts
+
+    def segmented(self, x: Tensor, routing: Routing) -> Tensor:
+        """Put rows in the order of their experts and run torch's grouped product. x: [T, H] bfloat16. Static."""
+        num_experts, k = self.config.num_experts, self.config.num_experts_per_tok
+        experts, order = routing.indices.flatten().sort(stable=True)
+        ends = torch.searchsorted(experts, torch.arange(num_experts, device=x.device), right=True).int()
+        gate, up = F.grouped_mm(x[order // k], self.gate_up[:num_experts], offs=ends).chunk(2, -1)
+        pairs = F.grouped_mm(F.silu(gate) * up, self.down[:num_experts], offs=ends)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        out = torch.bmm(routing.weights.to(x.dtype).unsqueeze(1), pairs[place].view(len(x), k, -1)).squeeze(1)
+        for expert in range(num_experts, self.num_all):
+            out = out + self._expert(expert, x)
+        return out
 
     def gathered(self, x: Tensor, routing: Routing) -> Tensor:
         """Copy each row's experts out and multiply. x: [T, H]. Static."""
@@ -231,6 +315,13 @@ def weighted_row_sums(table: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
     starts = torch.arange(0, rows.numel(), rows.shape[1], device=rows.device)
     return torch.embedding_bag(table, rows.flatten(), starts, False, 0, False, scales)[0]
 
+
+def joined(chunks: list[Tensor]) -> Tensor:
+    """Return the chunks as one tensor, without a copy if there is one."""
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+
+FEW_ROWS = 256  # rows of one launch of the Triton kernels; more of them are segmented
 
 # Rows times k over experts up to which a form pays. CPU, demo model, one core: one row 72 us summed, 117 gathered, 500
 # dense; 16 rows 660 summed, 840 dense (2026-12-01).

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from treedraft.models.config import ModelConfig
-from treedraft.models.layers import pack_matrices
+from treedraft.models.layers import Products, choose_products, pack_matrices
 from treedraft.weights.loader import load_weights, read_config
 
 if TYPE_CHECKING:
@@ -28,7 +28,11 @@ def model_class(architecture: str) -> type[DeepseekModel]:
 
 
 def load_model(
-    folder: Path, max_positions: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    folder: Path,
+    max_positions: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    products: Products = "fast",
 ) -> DeepseekModel:
     """Build the target model of a folder and fill it. `max_positions`: size of the rope tables.
 
@@ -38,4 +42,5 @@ def load_model(
     model = model_class(config.architecture)(config, max_positions, dtype, device)
     load_weights(model.checkpoint(), folder, model.is_skipped, model.aliases())
     pack_matrices(model)
+    choose_products(model, products)
     return model.requires_grad_(False).eval()

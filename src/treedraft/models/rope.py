@@ -31,6 +31,7 @@ class Rope(nn.Module):
     ) -> None:
         super().__init__()
         self.max_positions = max_positions
+        self.is_interleaved = config.is_interleaved
         self.pairs = (dim // 2, 2) if config.is_interleaved else (2, dim // 2)
         self.pair_axis = -1 if config.is_interleaved else -2
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), inverse_frequencies(config, dim))

@@ -35,7 +35,16 @@ from treedraft.models.config import (
     rope_config,
 )
 from treedraft.models.deepseek import DeepseekModel
-from treedraft.models.layers import MLP, Matrix, NamedViews, RMSNorm, empty_weight, pack_matrices
+from treedraft.models.layers import (
+    MLP,
+    Matrix,
+    NamedViews,
+    Products,
+    RMSNorm,
+    choose_products,
+    empty_weight,
+    pack_matrices,
+)
 from treedraft.models.mla import MLA, Attend
 from treedraft.models.rope import Rope
 from treedraft.weights.loader import load_weights, read_config, shards
@@ -193,8 +202,9 @@ class Eagle3MlaHead(nn.Module):
         """Run the layer. hidden: [..., H], from `fuse` or recycled; ids, positions: [...] -> [..., H] recycled."""
         embedded = self.input_norm(F.embedding(token_ids, self.embedding))
         x = torch.cat([embedded, self.hidden_norm(hidden)], -1)
-        y = hidden + self.attention(x, self.rope, self.rope(positions), attend, 0)
-        out = y + self.mlp(self.post_norm(y))
+        attended = self.attention(x, self.rope, self.rope(positions), attend, 0)
+        normed, y = self.post_norm.add(attended, hidden)
+        out = y + self.mlp(normed)
         return self.norm(out) if self.config.norm_output else out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -234,12 +244,14 @@ def load_head(
     target: DeepseekModel,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    products: Products = "fast",
 ) -> Eagle3MlaHead:
     """Build the head of a folder for this target (same positions) and fill it. Raises ConfigError, CheckpointError."""
     config = read_head_config(folder, target.config)
     head = Eagle3MlaHead(config, target_tables(target), target.rope.max_positions, dtype, device)
     load_weights(head.checkpoint(), folder)
     pack_matrices(head)
+    choose_products(head, products)
     _check_vocab_map(head)
     return head.requires_grad_(False).eval()
 
