@@ -62,6 +62,7 @@ def max_logical_len(max_context: int, speculative: SpeculativeConfig | None, max
 
 CUDA_GRAPHS = ("auto", "on", "off", "eager")
 DTYPES = ("auto", "float64", "float32", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class EngineConfig:
 
     model: str = "demo"  # "demo", a folder, or a hub id
     draft: str | None = None  # folder or hub id of the head; None: the demo's own for "demo", else no speculation
+    load_format: str = "auto"  # "auto": the folder's safetensors; "dummy": random weights, from config.json alone
     device: str = "auto"  # "auto": cuda when there is one, else cpu
     dtype: str = "auto"  # "auto": float32 on the CPU, bfloat16 on a GPU
     page_size: int = 16  # tokens in a page
@@ -94,6 +96,8 @@ class EngineConfig:
         """Raise ConfigError for a value outside its range."""
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {self.load_format!r}")
         if self.cuda_graph not in CUDA_GRAPHS:
             raise ConfigError(f"cuda_graph must be one of {', '.join(CUDA_GRAPHS)}; got {self.cuda_graph!r}")
         for name, low in (("page_size", 1), ("max_batch", 1), ("max_pending", 0)):

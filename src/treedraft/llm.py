@@ -20,7 +20,7 @@ from treedraft.runner.build import build
 from treedraft.speculative.noise import noise_key
 from treedraft.speculative.sampling import MAX_STOP_IDS
 from treedraft.types import RequestOutput, SamplingParams
-from treedraft.weights.loader import resolve_folder
+from treedraft.weights.loader import METADATA_FILES, resolve_folder
 from treedraft.weights.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -55,11 +55,13 @@ class LLM:
         draft_attention_backend: str = "auto",
         debug: str | None = None,  # "redzone", "redzone,unguarded": see debug.redzone
         capture: str = "auto",
+        load_format: str = "auto",
     ):
         has_cuda = torch.cuda.is_available()
         config = EngineConfig(
             model=str(model),
             draft=None if draft is None else str(draft),
+            load_format=load_format,
             device=device,
             dtype=dtype,
             page_size=page_size,
@@ -80,7 +82,7 @@ class LLM:
         built = build(config) if zones is None else build(config, zones.buffers)
         self.config, self.runner, self.notes = built.config, built.runner, built.notes
         self.vocab_size, self.eos_token_ids = built.vocab_size, built.eos_token_ids
-        self.tokenizer = load_tokenizer(resolve_folder(config.model))
+        self.tokenizer = load_tokenizer(resolve_folder(config.model, files=METADATA_FILES))
         runner = built.runner if zones is None else zones.watch(built)
         self.engine = Engine(Scheduler(self.config, built.kv), runner, self.config.max_pending)
         self._sizes = built.sizes

@@ -42,6 +42,13 @@ class EngineOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
+    load_format: Annotated[
+        str,
+        typer.Option(
+            help="auto: the folder's safetensors; dummy: random weights from config.json alone, to measure times.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)] = "auto"
     dtype: Annotated[
         str,

@@ -21,9 +21,9 @@ from treedraft.kv.page_table import PageTable
 from treedraft.kv.pool import LatentPool
 from treedraft.models.config import ModelConfig
 from treedraft.models.deepseek import DeepseekModel
-from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, load_head, read_head_config, target_tables
+from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, target_tables
 from treedraft.models.layers import pack_matrices
-from treedraft.models.registry import load_model, model_class
+from treedraft.models.registry import draft_head_config, load_draft_head, load_model, model_class
 from treedraft.runner.capture import RECORD_AFTER, CapturedRounds, can_capture
 from treedraft.runner.drafter import EagleDrafter, chain_bits
 from treedraft.runner.graphs import init_graph_state
@@ -31,7 +31,7 @@ from treedraft.runner.round import Target
 from treedraft.runner.runner import Runner
 from treedraft.runner.state import DeviceState
 from treedraft.runner.workspace import round_bytes
-from treedraft.weights.loader import CHECKPOINT_FILES, read_config, resolve_folder
+from treedraft.weights.loader import CHECKPOINT_FILES, METADATA_FILES, read_config, resolve_folder
 
 DEFAULT_KV_BYTES = 1 << 30  # CPU pools are never larger unless asked for
 GPU_WORKSPACE_BYTES = 1 << 30  # at least this is left for a prefill
@@ -86,6 +86,9 @@ def lay_out(config: EngineConfig, model_files: tuple[str, ...] = CHECKPOINT_FILE
     if speculative is not None and draft is None:
         notes.append(f"no draft head was given for {config.model!r}: generating without speculation (see --draft)")
         speculative = None
+    head_files: tuple[str, ...] = CHECKPOINT_FILES
+    if config.load_format == "dummy":
+        model_files = head_files = METADATA_FILES
     folder = resolve_folder(config.model, files=model_files)
     model = ModelConfig.from_hf(read_config(folder))
     max_context = _max_context(config.max_context, model.max_position_embeddings)
@@ -93,7 +96,7 @@ def lay_out(config: EngineConfig, model_files: tuple[str, ...] = CHECKPOINT_FILE
     return Layout(
         config=replace(config, max_context=max_context, speculative=speculative),
         folder=folder,
-        draft_folder=None if speculative is None or draft is None else resolve_folder(draft, kind="draft"),
+        draft_folder=None if speculative is None or draft is None else resolve_folder(draft, "draft", head_files),
         model=model,
         logical_len=logical_len,
         table_width=-(-logical_len // config.page_size),
@@ -206,10 +209,10 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     layout = lay_out(config)
     config, speculative = layout.config, layout.config.speculative
-    model = load_model(layout.folder, layout.logical_len, dtype, device)
+    model = load_model(layout.folder, layout.logical_len, dtype, device, config.load_format)
     head: Eagle3MlaHead | None = None
     if speculative is not None and layout.draft_folder is not None:
-        head = load_head(layout.draft_folder, model, dtype, device)
+        head = load_draft_head(layout.draft_folder, model, dtype, device, config.load_format)
         speculative.check(head.config.draft_vocab_size)
     head_config = None if head is None else head.config
 
@@ -328,7 +331,7 @@ def dry_run(layout: Layout, num_pages: int) -> DryRun:
         model = model_class(layout.model.architecture)(layout.model, layout.logical_len, dtype, meta)
         head = None
         if layout.draft_folder is not None:
-            head_config = read_head_config(layout.draft_folder, layout.model)
+            head_config = draft_head_config(layout.draft_folder, layout.model, config.load_format)
             head = Eagle3MlaHead(head_config, target_tables(model), layout.logical_len, dtype, meta)
     for each in (model, head):
         if each is not None:
