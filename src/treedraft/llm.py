@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch
 
 from treedraft._patcher import in_force
-from treedraft.config import EngineConfig, SpeculativeConfig
+from treedraft.config import EngineConfig, SpeculativeConfig, offered_shapes
 from treedraft.engine.engine import Engine
 from treedraft.engine.request import Request, metrics_of
 from treedraft.engine.scheduler import Scheduler
+from treedraft.engine.shapes import ShapeChooser
 from treedraft.engine.text import TextStream
 from treedraft.errors import RequestError
 from treedraft.runner.build import build
@@ -84,7 +85,9 @@ class LLM:
         self.vocab_size, self.eos_token_ids = built.vocab_size, built.eos_token_ids
         self.tokenizer = load_tokenizer(resolve_folder(config.model, files=METADATA_FILES))
         runner = built.runner if zones is None else zones.watch(built)
-        self.engine = Engine(Scheduler(self.config, built.kv), runner, self.config.max_pending)
+        tree = self.config.speculative
+        chooser = ShapeChooser(offered_shapes(tree), built.round_times) if tree is not None and tree.auto else None
+        self.engine = Engine(Scheduler(self.config, built.kv, chooser=chooser), runner, self.config.max_pending)
         self._sizes = built.sizes
         self._next_id = 0
 

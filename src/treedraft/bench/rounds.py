@@ -401,8 +401,9 @@ def _loop(llm: LLM, batch: int, settings: RoundSettings) -> Loop:
 def measure_verifies(llm: LLM, batch: int, settings: RoundSettings) -> list[VerifyRow]:
     """Time the target's forward and logits over random trees of N nodes."""
     runner, config = llm.runner, llm.config
-    if backend_named(config.attention_backend).graph != "round":
-        return []  # it plans on the host: inside no single graph
+    backend = backend_named(config.attention_backend)
+    if backend.graph != "round" or backend.index_bits is not None:
+        return []  # it plans on the host, or in lists that a capture cannot make
     target = replace(runner.target, attention=make_backend(config.attention_backend))
     rows: list[VerifyRow] = []
     with standing(llm, batch, settings.context) as stand:
