@@ -10,13 +10,16 @@ from rich.console import Console
 
 from treedraft.cli.console import make_console
 from treedraft.cli.options import EngineOptions, TreeOptions, takes_groups
-from treedraft.cli.prompts import read_prompts
+from treedraft.cli.prompts import random_prompts, read_prompts
 from treedraft.config import SpeculativeConfig
 from treedraft.errors import ConfigError
 
 app = typer.Typer(help="Measure speed and acceptance.", no_args_is_help=True)
 
 _PromptsFile = Annotated[str, typer.Option("--prompts", metavar="FILE", help="demo: the bundled held-out set.")]
+_LatencyPrompts = Annotated[
+    str, typer.Option("--prompts", metavar="FILE", help="demo: the bundled held-out set; random: token ids at random.")
+]
 _Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write the result there as JSON.")]
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to this file as JSON.")]
 
@@ -34,13 +37,17 @@ def latency(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 24,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts for each measurement.")] = 8,
     repetitions: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 5,
-    prompts_file: _PromptsFile = "demo",
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated. Default: 0.")] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Also with the tree chosen round by round, up to the one given.")
+    ] = False,
+    prompts_file: _LatencyPrompts = "demo",
     out: _Out = None,
     json_file: _Json = None,
     engine: EngineOptions = EngineOptions(),
     tree: TreeOptions = TreeOptions(),
 ) -> None:
-    """Tokens per second, greedy: without and with speculation, and beside other engines, in turn in one process."""
+    """Tokens per second: without and with speculation, and beside other engines, in turn in one process."""
     from treedraft.bench.latency import LatencySettings, run_latency
 
     settings = LatencySettings(
@@ -50,9 +57,14 @@ def latency(
         num_prompts=num_prompts,
         repetitions=repetitions,
         compare=tuple(compare or ()),
+        temperatures=tuple(temperature or (0.0,)),
+        with_auto=auto,
     )
     console = make_console()
-    prompts = read_prompts(prompts_file)
+    if prompts_file == "random":
+        prompts = random_prompts(engine.model, max(num_prompts, *settings.batches), prompt_tokens)
+    else:
+        prompts = read_prompts(prompts_file)
     result = run_latency(
         engine, tree.as_config(), prompts, settings, note=lambda text: console.print(text, style="dim")
     )
