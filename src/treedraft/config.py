@@ -15,6 +15,7 @@ class SpeculativeConfig:
     topk: int = 4  # K: branches kept per level; 1 is a chain
     num_draft_tokens: int = 16  # N: nodes verified per sequence, the root included
     shared_noise: bool = True  # rank drafts with the target's sampling noise (no effect at temperature 0)
+    auto: bool = False  # each round uses the fastest of `offered_shapes`; the numbers above are the largest one's
 
     def check(self, draft_vocab_size: int | None = None) -> None:
         """Raise ConfigError when no tree of this shape exists."""
@@ -22,6 +23,8 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1; got {value!r}")
+        if not isinstance(self.auto, bool):
+            raise ConfigError(f"auto must be True or False; got {self.auto!r}")
         bound = max_tree_nodes(self.num_steps, self.topk)
         if not 2 <= self.num_draft_tokens <= bound:
             raise ConfigError(
@@ -43,6 +46,29 @@ def max_tree_nodes(num_steps: int, topk: int) -> int:
     return 1 + topk + (num_steps - 1) * topk * topk
 
 
+AUTO_NUM_DRAFT_TOKENS = 32  # largest tree of "auto" where the user names none
+
+
+def offered_shapes(largest: SpeculativeConfig) -> tuple[SpeculativeConfig | None, ...]:
+    """The tree shapes that a round may have: `largest` alone, or with `auto` smaller ones too. None: no tree.
+
+    (5, 4, 32): (5, 4, 32), (5, 4, 16), (3, 4, 8), (2, 4, 4), None. Each halves the nodes, which a mixture of experts
+    pays for; from the third on the levels too, each of which is a forward of the head. Every shape lies inside the
+    first: the same branches per level, fewer of the same nodes. So a round of the first shows what each of the others
+    would have accepted (speculative.shapes).
+    """
+    if not largest.auto:
+        return (largest,)
+    shapes = [largest]
+    steps, nodes = largest.num_steps, largest.num_draft_tokens
+    for halves_steps in (False, True, True):
+        steps = min(-(-steps // 2) if halves_steps else steps, nodes // 2 - 1)
+        nodes = min(nodes // 2, max_tree_nodes(steps, largest.topk))
+        if steps >= 1:
+            shapes.append(replace(largest, num_steps=steps, num_draft_tokens=nodes))
+    return (*shapes, None)
+
+
 def speculative_tail(speculative: SpeculativeConfig | None) -> int:
     """Logical slots beyond kv_len that one round may write: tree nodes, draft rows, or the draft extension.
 
@@ -62,6 +88,7 @@ def max_logical_len(max_context: int, speculative: SpeculativeConfig | None, max
 
 CUDA_GRAPHS = ("auto", "on", "off", "eager")
 DTYPES = ("auto", "float64", "float32", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True)
@@ -70,6 +97,7 @@ class EngineConfig:
 
     model: str = "demo"  # "demo", a folder, or a hub id
     draft: str | None = None  # folder or hub id of the head; None: the demo's own for "demo", else no speculation
+    load_format: str = "auto"  # "auto": the folder's safetensors; "dummy": random weights, from config.json alone
     device: str = "auto"  # "auto": cuda when there is one, else cpu
     dtype: str = "auto"  # "auto": float32 on the CPU, bfloat16 on a GPU
     page_size: int = 16  # tokens in a page
@@ -94,6 +122,8 @@ class EngineConfig:
         """Raise ConfigError for a value outside its range."""
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {self.load_format!r}")
         if self.cuda_graph not in CUDA_GRAPHS:
             raise ConfigError(f"cuda_graph must be one of {', '.join(CUDA_GRAPHS)}; got {self.cuda_graph!r}")
         for name, low in (("page_size", 1), ("max_batch", 1), ("max_pending", 0)):

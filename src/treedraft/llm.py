@@ -10,17 +10,18 @@ from typing import Any, cast
 import torch
 
 from treedraft._patcher import in_force
-from treedraft.config import EngineConfig, SpeculativeConfig
+from treedraft.config import EngineConfig, SpeculativeConfig, offered_shapes
 from treedraft.engine.engine import Engine
 from treedraft.engine.request import Request, metrics_of
 from treedraft.engine.scheduler import Scheduler
+from treedraft.engine.shapes import ShapeChooser
 from treedraft.engine.text import TextStream
 from treedraft.errors import RequestError
 from treedraft.runner.build import build
 from treedraft.speculative.noise import noise_key
 from treedraft.speculative.sampling import MAX_STOP_IDS
 from treedraft.types import RequestOutput, SamplingParams
-from treedraft.weights.loader import resolve_folder
+from treedraft.weights.loader import METADATA_FILES, resolve_folder
 from treedraft.weights.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -55,11 +56,13 @@ class LLM:
         draft_attention_backend: str = "auto",
         debug: str | None = None,  # "redzone", "redzone,unguarded": see debug.redzone
         capture: str = "auto",
+        load_format: str = "auto",
     ):
         has_cuda = torch.cuda.is_available()
         config = EngineConfig(
             model=str(model),
             draft=None if draft is None else str(draft),
+            load_format=load_format,
             device=device,
             dtype=dtype,
             page_size=page_size,
@@ -80,9 +83,11 @@ class LLM:
         built = build(config) if zones is None else build(config, zones.buffers)
         self.config, self.runner, self.notes = built.config, built.runner, built.notes
         self.vocab_size, self.eos_token_ids = built.vocab_size, built.eos_token_ids
-        self.tokenizer = load_tokenizer(resolve_folder(config.model))
+        self.tokenizer = load_tokenizer(resolve_folder(config.model, files=METADATA_FILES))
         runner = built.runner if zones is None else zones.watch(built)
-        self.engine = Engine(Scheduler(self.config, built.kv), runner, self.config.max_pending)
+        tree = self.config.speculative
+        chooser = ShapeChooser(offered_shapes(tree), built.round_times) if tree is not None and tree.auto else None
+        self.engine = Engine(Scheduler(self.config, built.kv, chooser=chooser), runner, self.config.max_pending)
         self._sizes = built.sizes
         self._next_id = 0
 

@@ -139,6 +139,7 @@ class StepPlan:
     page_updates: tuple[PageUpdate, ...] = ()
     prefills: tuple[PrefillRow, ...] = ()
     decodes: tuple[DecodeRow, ...] = ()
+    shape: int = 0  # of the rounds' trees: index into config.offered_shapes
 
     @property
     def is_empty(self) -> bool:
@@ -155,6 +156,8 @@ class RowResult:
     has_nan: bool  # the target's logits held a NaN: token_ids mean nothing
     logprobs: tuple[float, ...] | None  # of each token, raw target distribution
     top_logprobs: tuple[dict[int, float], ...] | None
+    shape: int = 0  # of a round's tree: index into config.offered_shapes
+    accepted_by_shape: tuple[int, ...] = ()  # drafts that a tree of each offered shape would have had accepted here
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ def flags_of(*path: str) -> set[str]:
 # ---------------------------------------------------------------- flags
 
 ENGINE = (
-    "--model --model-path --draft --speculative-draft-model-path --device --dtype --page-size --block-size "
-    "--max-context --max-model-len --context-length --max-batch --max-running-requests --kv-memory "
+    "--model --model-path --draft --speculative-draft-model-path --load-format --device --dtype --page-size "
+    "--block-size --max-context --max-model-len --context-length --max-batch --max-running-requests --kv-memory "
     "--mem-fraction-static --gpu-memory-utilization --cuda-graph --disable-cuda-graph --enforce-eager "
     "--attention-backend --draft-attention-backend --speculative-draft-attention-backend --debug --seed"
 ).split()
@@ -121,6 +121,7 @@ def test_generate_passes_the_flags_on() -> None:
         {
             "model": "folder",
             "draft": "head",
+            "load_format": "auto",
             "device": "cpu",
             "dtype": "float64",
             "page_size": 3,

@@ -208,7 +208,7 @@ def test_round_moves_nothing_between_host_and_device(meta_graphs, monkeypatch, s
 
         monkeypatch.setattr(DeviceState, "reset_dummy", faulty)
     with torch.inference_mode(), HostTensors() as host:
-        meta_graphs.round(meta_graphs.programs[2, stages].inputs, stages)
+        meta_graphs.round(meta_graphs.programs[2, stages, 0].inputs, stages)
     assert bool(host.found) == has_fault
 
 

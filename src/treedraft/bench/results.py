@@ -69,6 +69,11 @@ def json_safe(value: Any) -> Any:
 
 def write_result(folder: Path, name: str, data: dict[str, Any]) -> Path:
     """Write `data` with its circumstances to FOLDER/NAME-TIME.json; returns the file."""
+    return write_result_file(folder / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%S}.json", name, data)
+
+
+def write_result_file(file: Path, name: str, data: dict[str, Any]) -> Path:
+    """Write `data` with its circumstances to a file; returns it."""
     now = datetime.now(UTC)
     circumstances = {
         "benchmark": name,
@@ -77,8 +82,7 @@ def write_result(folder: Path, name: str, data: dict[str, Any]) -> Path:
         "machine": describe_machine(),
         "versions": describe_versions(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}-{now:%Y%m%dT%H%M%S}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(json_safe(circumstances | data), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return file
 

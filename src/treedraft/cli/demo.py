@@ -44,7 +44,7 @@ def demo(
     console.print(f"· loaded in {time.perf_counter() - started:.1f} s\n", style="dim")
 
     legend = Text("colour: depth of the tree at which a token was accepted:")
-    for depth in range(1, min(tree.num_steps, tree.num_draft_tokens - 1) + 1):
+    for depth in range(1, tree.as_config().max_path):
         legend.append(f" {depth}", style=_style(depth))
     console.print(legend.append("; plain: the target's own token\n"))
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from treedraft.config import SpeculativeConfig
+from treedraft.config import AUTO_NUM_DRAFT_TOKENS, SpeculativeConfig, max_tree_nodes
 from treedraft.errors import ConfigError
 from treedraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from treedraft.llm import LLM
 
+AUTO = 0  # TreeOptions.num_draft_tokens for "auto"
 _MODEL, _TREE, _SAMPLING = "Model and engine", "Speculation", "Sampling"
 
 
@@ -42,6 +43,13 @@ class EngineOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
+    load_format: Annotated[
+        str,
+        typer.Option(
+            help="auto: the folder's safetensors; dummy: random weights from config.json alone, to measure times.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)] = "auto"
     dtype: Annotated[
         str,
@@ -156,9 +164,14 @@ class TreeOptions:
     num_draft_tokens: Annotated[
         int,
         typer.Option(
-            "--speculative-num-draft-tokens", help="Nodes verified per round, root included.", rich_help_panel=_TREE
+            "--speculative-num-draft-tokens",
+            parser=parse_num_draft_tokens,
+            metavar="N|auto",
+            help="Nodes verified per round, root included; auto: the fastest of several trees, chosen round by round, "
+            "or none where that is faster.",
+            rich_help_panel=_TREE,
         ),
-    ] = 16
+    ] = 16  # AUTO: "auto"
     shared_noise: Annotated[
         bool,
         typer.Option(
@@ -170,11 +183,14 @@ class TreeOptions:
 
     def as_config(self) -> SpeculativeConfig:
         """Return the checked tree shape."""
+        is_auto = self.num_draft_tokens == AUTO
+        largest = min(AUTO_NUM_DRAFT_TOKENS, max_tree_nodes(self.num_steps, self.topk))
         config = SpeculativeConfig(
             num_steps=self.num_steps,
             topk=self.topk,
-            num_draft_tokens=self.num_draft_tokens,
+            num_draft_tokens=largest if is_auto else self.num_draft_tokens,
             shared_noise=self.shared_noise,
+            auto=is_auto,
         )
         config.check()
         return config
@@ -254,6 +270,16 @@ def takes_groups(command: _Command) -> _Command:
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {p.name: p.annotation for p in parameters}
     return spread  # type: ignore[return-value]
+
+
+def parse_num_draft_tokens(text: str | int) -> int:
+    """Read a number of nodes, or "auto", which is AUTO. The flag's default comes here too, as it is."""
+    if text == "auto":
+        return AUTO
+    try:
+        return int(text) or -1  # 0 is no number of nodes; SpeculativeConfig.check names the bounds
+    except ValueError:
+        raise typer.BadParameter(f"a number of nodes, or auto; got {text!r}") from None
 
 
 def parse_bytes(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,19 @@ def read_prompts(path: str) -> list[PromptLine]:
     if not prompts:
         raise RequestError(f"the prompt file {file} holds no prompt")
     return prompts
+
+
+def random_prompts(model: str, count: int, length: int) -> list[PromptLine]:
+    """Token ids drawn evenly from a model's vocabulary, for models without a tokenizer.
+
+    Raises:
+        CheckpointError: no such model.
+    """
+    from treedraft.weights.loader import METADATA_FILES, read_config, resolve_folder
+
+    vocab_size = int(read_config(resolve_folder(model, files=METADATA_FILES))["vocab_size"])
+    rng = random.Random(0)
+    return [PromptLine([rng.randrange(vocab_size) for _ in range(length)], "") for _ in range(count)]
 
 
 def collect_prompts(texts: list[str] | None, path: str | None, as_token_ids: bool = False) -> list[Prompt]:

@@ -8,6 +8,7 @@ from collections import deque
 from treedraft.config import EngineConfig, speculative_tail
 from treedraft.engine.acceptance import AcceptanceWatch
 from treedraft.engine.request import Request
+from treedraft.engine.shapes import ShapeChooser
 from treedraft.errors import InvariantError, RequestError
 from treedraft.kv.manager import KVManager
 from treedraft.types import DecodeRow, PageUpdate, PrefillRow, StepPlan, StepResult
@@ -24,8 +25,16 @@ class Scheduler:
     Pages are taken step by step, but promised at admission, so that a running sequence never waits for one.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVManager, max_prefill_tokens: int = 4096):
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv: KVManager,
+        max_prefill_tokens: int = 4096,
+        chooser: ShapeChooser | None = None,
+    ):
+        """chooser: of each round's tree shape; None: always the configured one."""
         self.kv = kv
+        self.chooser = chooser
         self.num_pages = kv.allocator.num_allocatable
         self.max_prefill_tokens = max_prefill_tokens
         self.tail = speculative_tail(config.speculative)
@@ -90,7 +99,8 @@ class Scheduler:
         decodes = tuple(self._decode_row(r, updates) for r in self.running if self._may_emit(r))
         prefills = tuple(self._prefill_row(r, updates) for r in self._admit())
         released, self._released_slots = tuple(self._released_slots), []
-        return StepPlan(released_slots=released, page_updates=tuple(updates), prefills=prefills, decodes=decodes)
+        shape = self.chooser.choose(len(decodes)) if self.chooser is not None and decodes else 0
+        return StepPlan(released, tuple(updates), prefills, decodes, shape)
 
     def commit(self, result: StepResult) -> list[Request]:
         """Take a collected step's tokens; returns the requests that it changed. A finished one's rows are dropped."""
@@ -109,7 +119,9 @@ class Scheduler:
                 if row.is_round:
                     request.kv_len += len(row.token_ids)
                     request.count_round(len(row.token_ids) - 1)
-                    if self.max_nodes > 1:
+                    if self.chooser is not None:
+                        self.chooser.count(row.shape, row.accepted_by_shape)
+                    if self.max_nodes > 1 and row.shape == 0:  # the largest tree
                         self.acceptance.count(len(row.token_ids) - 1)
                 else:
                     request.prefilled_s = time.perf_counter()

@@ -12,7 +12,7 @@ from torch import Tensor
 from treedraft.attention import Needs, check_backend, make_backend
 from treedraft.attention.base import TreeAttention
 from treedraft.attention.packed import Reserved, RowLimits, draft_limits, extend_limits, verify_limits
-from treedraft.config import EngineConfig, max_logical_len, speculative_tail
+from treedraft.config import EngineConfig, max_logical_len, offered_shapes, speculative_tail
 from treedraft.errors import ConfigError
 from treedraft.kv.allocator import NUM_RESERVED_PAGES, PageAllocator
 from treedraft.kv.buffers import BufferRecord, Buffers
@@ -21,18 +21,20 @@ from treedraft.kv.page_table import PageTable
 from treedraft.kv.pool import LatentPool
 from treedraft.models.config import ModelConfig
 from treedraft.models.deepseek import DeepseekModel
-from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, load_head, read_head_config, target_tables
+from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, target_tables
 from treedraft.models.layers import pack_matrices
-from treedraft.models.registry import load_model, model_class
+from treedraft.models.registry import draft_head_config, load_draft_head, load_model, model_class
 from treedraft.runner.capture import RECORD_AFTER, CapturedRounds, can_capture
 from treedraft.runner.drafter import EagleDrafter, chain_bits
-from treedraft.runner.graphs import init_graph_state
+from treedraft.runner.graphs import bucket_sizes, init_graph_state
 from treedraft.runner.operators import make_operators
 from treedraft.runner.round import Target
 from treedraft.runner.runner import Runner
+from treedraft.runner.shapes import median_s, shape_limits, shaped_round, timing_rows
 from treedraft.runner.state import DeviceState
 from treedraft.runner.workspace import round_bytes
-from treedraft.weights.loader import CHECKPOINT_FILES, read_config, resolve_folder
+from treedraft.types import DecodeRow
+from treedraft.weights.loader import CHECKPOINT_FILES, METADATA_FILES, read_config, resolve_folder
 
 DEFAULT_KV_BYTES = 1 << 30  # CPU pools are never larger unless asked for
 GPU_WORKSPACE_BYTES = 1 << 30  # at least this is left for a prefill
@@ -74,6 +76,7 @@ class Built:
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...]  # what a user should read at start
     sizes: dict[str, int] = field(default_factory=dict)  # bytes by name
+    round_times: dict[int, tuple[float, ...]] = field(default_factory=dict)  # seconds by offered shape, by batch size
 
 
 def lay_out(config: EngineConfig, model_files: tuple[str, ...] = CHECKPOINT_FILES) -> Layout:
@@ -87,6 +90,9 @@ def lay_out(config: EngineConfig, model_files: tuple[str, ...] = CHECKPOINT_FILE
     if speculative is not None and draft is None:
         notes.append(f"no draft head was given for {config.model!r}: generating without speculation (see --draft)")
         speculative = None
+    head_files: tuple[str, ...] = CHECKPOINT_FILES
+    if config.load_format == "dummy":
+        model_files = head_files = METADATA_FILES
     folder = resolve_folder(config.model, files=model_files)
     model = ModelConfig.from_hf(read_config(folder))
     max_context = _max_context(config.max_context, model.max_position_embeddings)
@@ -94,7 +100,7 @@ def lay_out(config: EngineConfig, model_files: tuple[str, ...] = CHECKPOINT_FILE
     return Layout(
         config=replace(config, max_context=max_context, speculative=speculative),
         folder=folder,
-        draft_folder=None if speculative is None or draft is None else resolve_folder(draft, kind="draft"),
+        draft_folder=None if speculative is None or draft is None else resolve_folder(draft, "draft", head_files),
         model=model,
         logical_len=logical_len,
         table_width=-(-logical_len // config.page_size),
@@ -197,7 +203,12 @@ def assemble(
         )
     num_steps = 0 if speculative is None else speculative.num_steps
     state, pages = memory.state, memory.pages
-    return Runner(target, drafter, state, pages, config.page_size, memory.chain, num_steps, buffers.device)
+    runner = Runner(target, drafter, state, pages, config.page_size, memory.chain, num_steps, buffers.device)
+    if drafter is not None and speculative is not None and speculative.auto:
+        shapes = offered_shapes(speculative)
+        runner.smaller = tuple(shaped_round(drafter, shape) for shape in shapes[1:])
+        runner.shape_limits = shape_limits(shapes, buffers)
+    return runner
 
 
 def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
@@ -208,10 +219,10 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     layout = lay_out(config)
     config, speculative = layout.config, layout.config.speculative
-    model = load_model(layout.folder, layout.logical_len, dtype, device)
+    model = load_model(layout.folder, layout.logical_len, dtype, device, config.load_format)
     head: Eagle3MlaHead | None = None
     if speculative is not None and layout.draft_folder is not None:
-        head = load_head(layout.draft_folder, model, dtype, device)
+        head = load_draft_head(layout.draft_folder, model, dtype, device, config.load_format)
         speculative.check(head.config.draft_vocab_size)
     head_config = None if head is None else head.config
 
@@ -232,21 +243,69 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
     )
     config, graph_notes = init_graphs(runner, config, buffers)
     if runner.graphs is None and config.capture != "off" and can_capture(runner.target, runner.drafter, device):
-        runner.captured = CapturedRounds(
-            runner.target,
-            runner.drafter,
-            runner.state,
-            runner.num_steps,
-            record_after=1 if config.capture == "on" else RECORD_AFTER,
+        record_after = 1 if config.capture == "on" else RECORD_AFTER
+        runner.captured, *smaller = (
+            CapturedRounds(runner.target, at.drafter, runner.state, at.num_steps, record_after)
+            for at in (runner.at_shape(0), *runner.smaller)
         )
+        for at, captured in zip(runner.smaller, smaller, strict=True):
+            at.captured = captured
     elif config.capture == "on":
         raise ConfigError(
             "capture 'on' records rounds on a CPU, with the torch attention backend and without static buffers; "
             f"the device is {config.device}, the backend {config.attention_backend}: use 'auto' or 'off'"
         )
-    notes = (*layout.notes, note, *graph_notes)
+    round_times = time_shapes(runner, config) if runner.smaller else {}
+    notes = (*layout.notes, note, *graph_notes, *shape_notes(config, round_times))
     sizes = {record.name: record.bytes for record in buffers.records if record.kind == "kv"}
-    return Built(runner, kv, config, layout.model.vocab_size, layout.model.eos_token_ids, notes, sizes)
+    vocab_size, eos_token_ids = layout.model.vocab_size, layout.model.eos_token_ids
+    return Built(runner, kv, config, vocab_size, eos_token_ids, notes, sizes, round_times)
+
+
+@torch.inference_mode()
+def time_shapes(runner: Runner, config: EngineConfig) -> dict[int, tuple[float, ...]]:
+    """Measure a round of every offered shape at every batch bucket: seconds by shape, by batch size. Syncs.
+
+    The sequences have random roots and recycled states, hence random trees: a mixture of experts then reads about as
+    many experts as for text. They have nothing committed and own no page: what attention takes for a long context,
+    about the same for every shape, is left out.
+    """
+    assert config.speculative is not None
+    state, shapes = runner.state, offered_shapes(config.speculative)
+    generator = torch.Generator(runner.device).manual_seed(0)
+    vocab_size = runner.target.model.config.vocab_size
+    roots = torch.randint(0, vocab_size, state.roots.shape, generator=generator, device=runner.device)
+    hidden = torch.randn(
+        state.draft_hidden.shape, generator=generator, device=runner.device, dtype=state.draft_hidden.dtype
+    )
+    times: dict[int, tuple[float, ...]] = {}
+    for size in bucket_sizes(config.max_batch):
+        seconds = []
+        for index, shape in enumerate(shapes):
+            rows = timing_rows(size, shape)
+
+            def run(rows: tuple[DecodeRow, ...] = rows, index: int = index) -> None:
+                state.kv_lens.zero_()
+                state.roots.copy_(roots)
+                state.draft_hidden.copy_(hidden)
+                runner.run_rows(rows, index)
+
+            seconds.append(median_s(run, runner.device))
+        times[size] = tuple(seconds)
+    for tensor in (state.kv_lens, state.roots, state.draft_hidden):
+        tensor.zero_()
+    return times
+
+
+def shape_notes(config: EngineConfig, times_s: dict[int, tuple[float, ...]]) -> tuple[str, ...]:
+    """What a user should know of the shapes: how long each takes."""
+    if config.speculative is None or not times_s:
+        return ()
+    names = ["no tree" if s is None else f"({s.num_steps}, {s.topk}, {s.num_draft_tokens})"
+             for s in offered_shapes(config.speculative)]  # fmt: skip
+    sizes = sorted({min(times_s), max(times_s)})
+    parts = (f"{name} " + ", ".join(f"{times_s[size][i] * 1e3:.1f}" for size in sizes) for i, name in enumerate(names))
+    return (f"tree shapes, ms a round at batch {' and '.join(map(str, sizes))}: {'; '.join(parts)}",)
 
 
 def init_graphs(runner: Runner, config: EngineConfig, buffers: Buffers) -> tuple[EngineConfig, tuple[str, ...]]:
@@ -280,10 +339,13 @@ def init_graphs(runner: Runner, config: EngineConfig, buffers: Buffers) -> tuple
         buffers=buffers,
         replay="capture" if cuda_graph == "on" and runner.device.type == "cuda" else "eager",
         host_planned=host_planned,
+        num_shapes=1 + len(runner.smaller),
+        count_by_shape=runner.count_by_shape,
     )
     if cuda_graph == "on":
         buckets = ", ".join(map(str, runner.graphs.buckets))
-        notes.append(f"CUDA graphs: batches of {buckets}, captured in {time.perf_counter() - started_s:.1f} s")
+        shapes = f", {1 + len(runner.smaller)} tree shapes" if runner.smaller else ""
+        notes.append(f"CUDA graphs: batches of {buckets}{shapes}, captured in {time.perf_counter() - started_s:.1f} s")
     return config, tuple(notes)
 
 
@@ -330,7 +392,7 @@ def dry_run(layout: Layout, num_pages: int) -> DryRun:
         model = model_class(layout.model.architecture)(layout.model, layout.logical_len, dtype, meta)
         head = None
         if layout.draft_folder is not None:
-            head_config = read_head_config(layout.draft_folder, layout.model)
+            head_config = draft_head_config(layout.draft_folder, layout.model, config.load_format)
             head = Eagle3MlaHead(head_config, target_tables(model), layout.logical_len, dtype, meta)
     for each in (model, head):
         if each is not None:

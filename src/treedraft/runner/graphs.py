@@ -1,4 +1,4 @@
-"""Rounds on static buffers, one program for each batch bucket: captured once as CUDA graphs and replayed, or run as is.
+"""Rounds on static buffers, a program for each batch bucket and tree shape: CUDA graphs to replay, or run as is.
 
 A bucket holds a fixed number of rows. The batch fills the first of them; the others, padded, work on the dummy slot,
 which owns no page, has nothing committed and whose tree is its root alone:
@@ -18,8 +18,10 @@ of graphs with host work between them, one graph a forward, and the host waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -37,7 +39,8 @@ from treedraft.speculative.sampling import STAGES, SamplingRows
 from treedraft.types import DecodeRow
 
 Replay = Literal["capture", "eager"]
-RunRound = Callable[[DecodeBatch, SamplingRows], RoundTensors]
+RunRound = Callable[[DecodeBatch, SamplingRows, int], RoundTensors]  # the last: the index of the tree's shape
+CountByShape = Callable[[RoundTensors], Tensor | None]
 
 # Sampling stages of each captured program; a batch runs the first that has all of its own. A stage that no row uses
 # changes no token, but costs its kernels.
@@ -53,12 +56,13 @@ def bucket_sizes(max_batch: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Program:
-    """A round of one bucket and one set of stages."""
+    """A round of one bucket, one set of stages and one tree shape."""
 
     inputs: Tensor  # [2 + len(TABLE_STAGES), bucket] int64: slots, node limits, rows that use each table stage
     stages: frozenset[str]
     steps: tuple[Callable[[], object], ...]  # graphs to replay, host work between them; without capture the round
     batch: DecodeBatch | None  # the captured round's, without its prefix plan; None: without capture
+    shape: int = 0
 
 
 class GraphState:
@@ -75,38 +79,50 @@ class GraphState:
         buffers: Buffers,
         max_kv_len: int,
         replay: Replay,
+        count_by_shape: CountByShape = lambda result: None,
     ) -> None:
+        self.count_by_shape = count_by_shape
         self.run_round, self.state, self.pages, self.page_size = run_round, state, pages, page_size
         self.chain, self.attention, self.buffers = chain, attention, buffers
         self.max_kv_len, self.replay = max_kv_len, replay
-        self.programs: dict[tuple[int, frozenset[str]], Program] = {}
-        self.outputs: RoundTensors | None = None
+        self.programs: dict[tuple[int, frozenset[str], int], Program] = {}
+        self.outputs: RoundTensors | None = (
+            None  # of shape 0, the largest: those of other shapes begin at the same words
+        )
+        self.by_shape: Tensor | None = None  # [max_batch, J] int64, see Runner.count_by_shape
+        self._outputs_of: dict[int, RoundTensors] = {}
         self._eager_batch: DecodeBatch | None = None
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """Batch sizes that have a program, ascending."""
-        return tuple(sorted({bucket for bucket, _ in self.programs}))
+        return tuple(sorted({bucket for bucket, *_ in self.programs}))
 
-    def run(self, rows: tuple[DecodeRow, ...]) -> tuple[DecodeBatch, RoundTensors]:
-        """Run a round for these rows. What is returned holds until the next call. Syncs only with seams."""
-        program = self.pick(len(rows), stages_of(tuple(r.sampling for r in rows)))
+    def run(self, rows: tuple[DecodeRow, ...], shape: int = 0) -> tuple[DecodeBatch, RoundTensors, Tensor | None]:
+        """Run a round for these rows, and count by shape. All holds until the next call. Syncs only with seams."""
+        program = self.pick(len(rows), stages_of(tuple(r.sampling for r in rows)), shape)
         self.write_inputs(program, rows)
         for step in program.steps:
             step()
         batch = self._eager_batch if program.batch is None else program.batch
-        assert batch is not None and self.outputs is not None
-        return first_rows(batch, len(rows)), first_rows(self.outputs, len(rows))
+        assert batch is not None
+        outputs, by_shape = self._outputs_of[shape], self.by_shape
+        counts = None if by_shape is None else by_shape[: len(rows)]
+        return first_rows(batch, len(rows)), first_rows(outputs, len(rows)), counts
 
-    def pick(self, batch_size: int, stages: frozenset[str]) -> Program:
+    def pick(self, batch_size: int, stages: frozenset[str], shape: int = 0) -> Program:
         """Return the smallest program that holds the batch and has its stages. Raise InvariantError if none does."""
-        fitting = [(bucket, len(has), has) for bucket, has in self.programs if bucket >= batch_size and has >= stages]
+        fitting = [
+            (bucket, len(has), has)
+            for bucket, has, of_shape in self.programs
+            if bucket >= batch_size and has >= stages and of_shape == shape
+        ]
         if not fitting:
             raise InvariantError(
                 f"no program holds a batch of {batch_size} with the stages {sorted(stages)}; buckets {self.buckets}"
             )
         bucket, _, has = min(fitting, key=lambda entry: entry[:2])
-        return self.programs[bucket, has]
+        return self.programs[bucket, has, shape]
 
     def write_inputs(self, program: Program, rows: tuple[DecodeRow, ...]) -> None:
         """Copy the host's integers of every row of the bucket, padded ones included: nothing of a past batch stays."""
@@ -122,7 +138,7 @@ class GraphState:
             staged = staged.pin_memory()
         program.inputs.copy_(staged, non_blocking=True)
 
-    def round(self, inputs: Tensor, stages: frozenset[str]) -> DecodeBatch:
+    def round(self, inputs: Tensor, stages: frozenset[str], shape: int = 0) -> DecodeBatch:
         """Run one round on a bucket's inputs and leave its result in the outputs. Device work only, but for seams."""
         self.state.reset_dummy()
         slots, node_limits, *uses = inputs.unbind()
@@ -132,15 +148,31 @@ class GraphState:
         rows = self.state.gather_sampling(
             slots, stages, {stage: used.bool() for stage, used in zip(TABLE_STAGES, uses, strict=True)}
         )
-        result = self.run_round(batch, rows)
-        if self.outputs is None:  # the largest bucket comes first
-            self.outputs = allocate_like(result, "graph.output", self.buffers)
-        copy_rows(result, self.outputs)
+        result = self.run_round(batch, rows, shape)
+        copy_rows(result, self._outputs_for(result, shape))
+        counts = self.count_by_shape(result)
+        if counts is not None:
+            if self.by_shape is None:
+                formula = "max_batch * shapes"
+                self.by_shape = self.buffers.allocate(
+                    "graph.by_shape", "graph", counts.shape, counts.dtype, formula=formula
+                )
+            self.by_shape[: len(counts)].copy_(counts)
         return replace(batch, prefix=None)
 
-    def run_eagerly(self, inputs: Tensor, stages: frozenset[str]) -> None:
+    def _outputs_for(self, result: RoundTensors, shape: int) -> RoundTensors:
+        """Where a shape's results go. The largest bucket comes first, and in it the largest shape."""
+        if self.outputs is None:
+            self.outputs = allocate_like(result, "graph.output", self.buffers)
+            self._outputs_of[shape] = self.outputs
+        if shape not in self._outputs_of:
+            num_rows = len(self.outputs.sampled)
+            self._outputs_of[shape] = views_like(result, self.outputs, num_rows)
+        return self._outputs_of[shape]
+
+    def run_eagerly(self, inputs: Tensor, stages: frozenset[str], shape: int) -> None:
         """The one step of a program that is not captured."""
-        self._eager_batch = self.round(inputs, stages)
+        self._eager_batch = self.round(inputs, stages, shape)
 
 
 @torch.inference_mode()
@@ -157,8 +189,12 @@ def init_graph_state(
     replay: Replay,
     host_planned: Iterable[Any] = (),
     variants: tuple[frozenset[str], ...] = VARIANTS,
+    num_shapes: int = 1,
+    count_by_shape: CountByShape = lambda result: None,
 ) -> GraphState:
     """Make the programs of every bucket up to max_batch, the largest first, all graphs in one memory pool.
+
+    num_shapes: tree shapes that run_round knows, shape 0 the largest. A capture shows its progress on a terminal.
 
     max_kv_len: the width of every program, in committed positions: no sequence may be longer. host_planned: backends
     whose plan reads lengths on the host; each has an attribute `at_host` that this module sets while it captures.
@@ -169,43 +205,70 @@ def init_graph_state(
             f"a graph over max_kv_len {max_kv_len} needs {max_kv_len // page_size + 1} pages of {page_size} tokens in "
             f"a page-table row, which has {pages.width}; lower max_context or widen the row"
         )
-    graphs = GraphState(run_round, state, pages, page_size, chain, attention, buffers, max_kv_len, replay)
+    graphs = GraphState(
+        run_round, state, pages, page_size, chain, attention, buffers, max_kv_len, replay, count_by_shape
+    )
     pool = torch.cuda.graph_pool_handle() if replay == "capture" else None
-    for bucket in reversed(bucket_sizes(max_batch)):
-        inputs = buffers.allocate(
-            f"graph.inputs.{bucket}",
-            "graph",
-            (2 + len(TABLE_STAGES), bucket),
-            torch.int64,
-            formula="(2 + table_stages) * bucket",
-        )
-        for stages in reversed(variants):
-            program = Program(inputs, stages, (lambda i=inputs, s=stages: graphs.run_eagerly(i, s),), None)  # type: ignore[misc]
-            graphs.write_inputs(program, ())
-            if replay == "capture":
-                program = _capture(graphs, inputs, stages, pool, tuple(host_planned))
-            elif graphs.outputs is None:
-                graphs.round(inputs, stages)  # allocates the outputs
-            graphs.programs[bucket, stages] = program
+    buckets = bucket_sizes(max_batch)
+    with _progress(len(buckets) * len(variants) * num_shapes, is_shown=replay == "capture") as advance:
+        for bucket in reversed(buckets):
+            inputs = buffers.allocate(
+                f"graph.inputs.{bucket}",
+                "graph",
+                (2 + len(TABLE_STAGES), bucket),
+                torch.int64,
+                formula="(2 + table_stages) * bucket",
+            )
+            for shape in range(num_shapes):
+                for stages in reversed(variants):
+                    program = _program(graphs, inputs, stages, shape, pool, tuple(host_planned))
+                    graphs.programs[bucket, stages, shape] = program
+                    advance()
     return graphs
 
 
-def _capture(
-    graphs: GraphState, inputs: Tensor, stages: frozenset[str], pool: Any, host_planned: tuple[Any, ...]
+def _program(
+    graphs: GraphState, inputs: Tensor, stages: frozenset[str], shape: int, pool: Any, host_planned: tuple[Any, ...]
 ) -> Program:
+    """Make one program, captured or not. The first of each shape also makes the shape's outputs."""
+    program = Program(inputs, stages, (lambda: graphs.run_eagerly(inputs, stages, shape),), None, shape)
+    graphs.write_inputs(program, ())
+    if graphs.replay == "capture":
+        return _capture(graphs, program, pool, host_planned)
+    if shape not in graphs._outputs_of:
+        graphs.round(inputs, stages, shape)
+    return program
+
+
+@contextmanager
+def _progress(total: int, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Yield a function that advances a bar over the captures; the bar is drawn on a terminal alone."""
+    if not is_shown or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(transient=True, console=Console(stderr=True)) as bar:
+        task = bar.add_task("capturing CUDA graphs", total=total)
+        yield lambda: bar.advance(task)
+
+
+def _capture(graphs: GraphState, program: Program, pool: Any, host_planned: tuple[Any, ...]) -> Program:
     """Record a round whose rows are all padded. Syncs."""
+    inputs, stages, shape = program.inputs, program.stages, program.shape
     stream = torch.cuda.Stream(inputs.device)
     stream.wait_stream(torch.cuda.current_stream(inputs.device))
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP_ROUNDS):
-            graphs.round(inputs, stages)
+            graphs.round(inputs, stages, shape)
         torch.cuda.synchronize(inputs.device)
         recording = _Recording(pool)
         try:
             for backend in host_planned:
                 backend.at_host = recording.cut
             recording.begin()
-            batch = graphs.round(inputs, stages)
+            batch = graphs.round(inputs, stages, shape)
             recording.end()
         except BaseException:
             with suppress(RuntimeError):
@@ -216,7 +279,7 @@ def _capture(
                 backend.at_host = run_now
     torch.cuda.current_stream(inputs.device).wait_stream(stream)
     torch.cuda.synchronize(inputs.device)
-    return Program(inputs, stages, tuple(recording.steps), batch)
+    return Program(inputs, stages, tuple(recording.steps), batch, shape)
 
 
 def run_now(host_step: Callable[[], None]) -> None:
@@ -272,6 +335,23 @@ def allocate_like(value: _T, name: str, buffers: Buffers) -> _T:
         return buffers.allocate(name, "graph", value.shape, value.dtype, formula=formula)  # type: ignore[return-value]
     if is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: allocate_like(getattr(value, f.name), f"{name}.{f.name}", buffers) for f in fields(value)}
+        return replace(value, **parts)
+    return value
+
+
+def views_like(value: _T, larger: _T, num_rows: int) -> _T:
+    """Return the dataclass's tensors, of `num_rows` rows, as views of the first words of `larger`'s."""
+    if isinstance(value, Tensor):
+        assert isinstance(larger, Tensor)
+        shape = (num_rows, *value.shape[1:]) if value.dim() else ()
+        return larger.view(-1)[: math.prod(shape)].view(shape)  # type: ignore[return-value]
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {
+            f.name: getattr(larger, f.name)
+            if f.name in _WHOLE
+            else views_like(getattr(value, f.name), getattr(larger, f.name), num_rows)
+            for f in fields(value)
+        }
         return replace(value, **parts)
     return value
 

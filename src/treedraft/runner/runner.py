@@ -19,8 +19,10 @@ from treedraft.runner.drafter import Drafter
 from treedraft.runner.graphs import GraphState
 from treedraft.runner.operators import logits_parts
 from treedraft.runner.round import RoundTensors, Target, run_prefill, run_round
+from treedraft.runner.shapes import ShapedRound
 from treedraft.runner.state import DeviceState
 from treedraft.speculative.sampling import SamplingRows
+from treedraft.speculative.shapes import accepted_by_shape
 from treedraft.types import DecodeRow, PrefillRow, RowResult, SamplingParams, StepPlan, StepResult
 
 RoundObserver = Callable[[tuple[DecodeRow, ...], DecodeBatch, RoundTensors], None]
@@ -37,6 +39,8 @@ class HostCopy:
     overflow: Tensor  # [7] int64: the overflow record, see attention.packed.RECORD
     logprobs: Tensor | None  # [B, P, 1 + 2k] float64: own, k best values, k best ids
     copied: torch.cuda.Event | None
+    shape: int = 0  # of the round's trees
+    by_shape: Tensor | None = None  # [B, J] int64: drafts that each offered shape would have had accepted
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Runner:
         self.chain = chain  # [tail, words] int64: ancestor bits of a chain
         self.graphs: GraphState | None = None  # rounds on static buffers, see runner.graphs; None: made anew each time
         self.captured: CapturedRounds | None = None  # rounds recorded on a CPU, see runner.capture
+        self.smaller: tuple[ShapedRound, ...] = ()  # rounds of shapes 1, 2, ..., see config.offered_shapes
+        self.shape_limits: Tensor | None = None  # [2, J] int64 where there are several shapes, see runner.shapes
         self.observer: RoundObserver | None = None  # debug.trace listens here
 
     @torch.inference_mode()
@@ -83,7 +89,7 @@ class Runner:
         self.pages.apply(plan.page_updates)
         parts: list[HostCopy | Refused] = []
         if plan.decodes:
-            parts.append(self._refuse(plan.decodes) or self._launch_round(plan.decodes))
+            parts.append(self._refuse(plan.decodes) or self._launch_round(plan.decodes, plan.shape))
         if plan.prefills:
             parts.append(self._launch_prefill(plan.prefills))
         return Ticket(tuple(parts))
@@ -119,25 +125,45 @@ class Runner:
         result = run_prefill(batch, sampling, self.target, self.drafter, self.state)
         return self._copy_out(rows, result, is_round=False)
 
-    def run_round(self, batch: DecodeBatch, rows: SamplingRows) -> RoundTensors:
-        """Run one round of a packed batch."""
-        return run_round(batch, rows, self.target, self.drafter, self.state, self.num_steps)
+    def at_shape(self, shape: int) -> ShapedRound:
+        """The round of a shape: its drafter, levels and record."""
+        return self.smaller[shape - 1] if shape else ShapedRound(self.drafter, self.num_steps, self.captured)
 
-    def _launch_round(self, rows: tuple[DecodeRow, ...]) -> HostCopy:
+    def run_round(self, batch: DecodeBatch, rows: SamplingRows, shape: int = 0) -> RoundTensors:
+        """Run one round of a packed batch, with trees of a shape."""
+        at = self.at_shape(shape)
+        return run_round(batch, rows, self.target, at.drafter, self.state, at.num_steps)
+
+    def count_by_shape(self, result: RoundTensors) -> Tensor | None:
+        """[B, J] int64: what trees of each shape would have had accepted; None where there is only one shape."""
+        return None if self.shape_limits is None else accepted_by_shape(result.tree, result.accepted, self.shape_limits)
+
+    def run_rows(self, rows: tuple[DecodeRow, ...], shape: int = 0) -> tuple[DecodeBatch, RoundTensors, Tensor | None]:
+        """Run one round, with trees of a shape, by whatever runs rounds here; and count by shape. Does not sync."""
         if self.graphs is not None:
-            batch, result = self.graphs.run(rows)
+            return self.graphs.run(rows, shape)
+        batch = pack_decode(rows, self.state, self.pages, self.page_size, self.target.attention, self.chain)
+        sampling = self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows))
+        at = self.at_shape(shape)
+        if at.captured is not None and at.captured.drafter is at.drafter:
+            result = at.captured.run(batch, sampling)
         else:
-            batch = pack_decode(rows, self.state, self.pages, self.page_size, self.target.attention, self.chain)
-            sampling = self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows))
-            records = self.captured
-            is_recorded = records is not None and records.drafter is self.drafter
-            result = records.run(batch, sampling) if records and is_recorded else self.run_round(batch, sampling)
+            result = self.run_round(batch, sampling, shape)
+        return batch, result, self.count_by_shape(result)
+
+    def _launch_round(self, rows: tuple[DecodeRow, ...], shape: int = 0) -> HostCopy:
+        batch, result, by_shape = self.run_rows(rows, shape)
         if self.observer is not None:
             self.observer(rows, batch, result)
-        return self._copy_out(rows, result, is_round=True)
+        return self._copy_out(rows, result, is_round=True, shape=shape, by_shape=by_shape)
 
     def _copy_out(
-        self, rows: tuple[PrefillRow, ...] | tuple[DecodeRow, ...], result: RoundTensors, is_round: bool
+        self,
+        rows: tuple[PrefillRow, ...] | tuple[DecodeRow, ...],
+        result: RoundTensors,
+        is_round: bool,
+        shape: int = 0,
+        by_shape: Tensor | None = None,
     ) -> HostCopy:
         accepted = result.accepted
         tokens = torch.cat([accepted.num_accepted[:, None], result.has_nan.long()[:, None], accepted.token_ids], 1)
@@ -149,6 +175,7 @@ class Runner:
         copied, overflow = None, result.overflow.clone()  # outputs of a replayed round are overwritten by the next
         if self.device.type == "cuda":
             tokens, overflow = (t.to("cpu", non_blocking=True) for t in (tokens, overflow))
+            by_shape = None if by_shape is None else by_shape.to("cpu", non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
         return HostCopy(
@@ -159,6 +186,8 @@ class Runner:
             overflow=overflow,
             logprobs=logprobs,
             copied=copied,
+            shape=shape,
+            by_shape=by_shape,
         )
 
 
@@ -186,6 +215,7 @@ def _read(part: HostCopy | Refused) -> tuple[list[RowResult], str | None]:
     if part.copied is not None:
         part.copied.synchronize()
     logprobs = None if part.logprobs is None else part.logprobs.tolist()
+    by_shape = None if part.by_shape is None else part.by_shape.tolist()
     results = []
     for b, values in enumerate(part.tokens.tolist()):
         num_emitted = values[0] + 1
@@ -208,6 +238,8 @@ def _read(part: HostCopy | Refused) -> tuple[list[RowResult], str | None]:
                 has_nan=bool(values[1]),
                 logprobs=own,
                 top_logprobs=top,
+                shape=part.shape,
+                accepted_by_shape=() if by_shape is None else tuple(by_shape[b]),
             )
         )
     return results, read_overflow(part.overflow.tolist())

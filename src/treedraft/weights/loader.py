@@ -129,7 +129,8 @@ def stored_shape(view: Tensor) -> list[int]:
     return [view.shape[0] * view.shape[1], view.shape[2]] if view.dim() == 3 else list(view.shape)
 
 
-CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+METADATA_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # all but weights
+CHECKPOINT_FILES = (*METADATA_FILES, "*.safetensors")
 CONFIG_FILES = ("config.json",)
 
 

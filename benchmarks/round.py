@@ -1,0 +1,13 @@
+"""A round by part, its launches and idle time, on a model of DeepSeek-V2-Lite's shape with random weights.
+
+Usage: python benchmarks/round.py [flags of `treedraft bench round`]
+"""
+
+import sys
+from pathlib import Path
+
+from treedraft.cli.app import app
+
+shapes = Path(__file__).parent / "shapes"
+model = ["--model", str(shapes / "v2-lite"), "--draft", str(shapes / "v2-lite-head"), "--load-format", "dummy"]
+app(["bench", "round", *model, "--out", "benchmarks/results", *sys.argv[1:]])
