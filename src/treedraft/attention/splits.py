@@ -14,7 +14,8 @@ def plan_splits(kv_lens: Tensor, tail: int, block_n: int, groups: int, min_tiles
     """Cut the key tiles of all sequences into equal shares: twin of kernels.paged_tree.plan_splits_triton.
 
     kv_lens [B] int64. Returns starts [groups + 1, 2] int32, the sequence and tile where each group begins, and parts
-    [B, 3] int32: how many groups work on a sequence, the first of them, and how many sequences before it are cut. Syncs.
+    [B, 3] int32: how many groups work on a sequence, the first of them, and how many sequences before it are cut.
+    Syncs.
     """
     tiles = [max(1, -(-(length + tail) // block_n)) for length in kv_lens.tolist()]
     work = [(b, tile) for b, count in enumerate(tiles) for tile in range(-SEQUENCE_COST, count)]
@@ -35,7 +36,7 @@ def plan_splits(kv_lens: Tensor, tail: int, block_n: int, groups: int, min_tiles
 def path_lists(kv_lens: Tensor, tail_slots: Tensor, ancestor_bits: Tensor, tree_len: int) -> tuple[Tensor, Tensor]:
     """Each token's own keys behind the prefix, in path order.
 
-    kv_lens [B] int64, tail_slots [B, tail] int64, ancestor_bits [B, R, words] int64 naming slots below tree_len <= tail.
+    kv_lens [B] int64, tail_slots [B, tail] int64, ancestor_bits [B, R, words] int64 naming slots below tree_len.
     Returns row_lens [B, R] int64, prefix and path together, and path_slots [B, R, tree_len] int64, of which those of
     the path come first, ascending.
     """

@@ -166,9 +166,7 @@ class DeterministicTritonAttention:
         from treedraft.kernels.paged_mla import paged_mla_fixed_triton
 
         q = _unit_stride(q)
-        return paged_mla_fixed_triton(
-            q, kv, plan.pages, plan.row_lens, plan.path_slots, plan.max_len, v_width, scale
-        )
+        return paged_mla_fixed_triton(q, kv, plan.pages, plan.row_lens, plan.path_slots, plan.max_len, v_width, scale)
 
     def run_gqa(self, plan: FixedPlan, k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
         """See base.TreeAttention.run_gqa."""

@@ -14,8 +14,8 @@ from treedraft.kernels.paged_tree import Pages, Shape, Splits, Tiles, attend_fix
 
 def gqa_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     """How the kernel is compiled for a dtype and width."""
-    if dtype == torch.float32:
-        return Tiles(block_m=16, block_n=32, num_warps=4, num_stages=1)
+    if dtype == torch.float32:  # products without tensor cores: more would spill registers
+        return Tiles(block_m=16, block_n=16, num_warps=8, num_stages=1, per_sm=2)
     if head_dim > 128:
         return Tiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
     return Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3, per_sm=2)

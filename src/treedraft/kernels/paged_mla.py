@@ -16,8 +16,8 @@ WIDE = 256  # a latent of so many columns fills a multiprocessor's memory with t
 
 def mla_tiles(dtype: torch.dtype, v_width: int) -> Tiles:
     """How the kernel is compiled for a dtype and width. See benchmarks/notes.md for what was tried on an H200."""
-    if dtype == torch.float32:
-        return Tiles(block_m=16, block_n=32, num_warps=4, num_stages=1)
+    if dtype == torch.float32:  # products without tensor cores: more would spill registers
+        return Tiles(block_m=16, block_n=16, num_warps=8, num_stages=1, per_sm=2)
     if v_width > WIDE:
         return Tiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
     return Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3, per_sm=2)

@@ -34,6 +34,27 @@ FIRST_SPLIT: tl.constexpr = tl.constexpr(512)  # positions of a fixed split near
 EQUAL_SPLITS: tl.constexpr = tl.constexpr(16)  # so many of that size; after them sizes double every OCTAVE splits
 OCTAVE: tl.constexpr = tl.constexpr(8)
 PART_BYTES = 128 << 20  # of fixed splits' partial results; more row tiles than fit are worked on in turn
+# Triton compiles anew for values of 1 and multiples of 16. Not for these: it takes seconds while serving, and another
+# program might round in another way.
+SIZES = (
+    "batch",
+    "first_tile_id",
+    "group_size",
+    "groups",
+    "is_chain",
+    "max_splits",
+    "min_tiles",
+    "num_heads",
+    "num_kv_heads",
+    "num_tokens",
+    "part_rows",
+    "path_width",
+    "row_tiles",
+    "table_stride",
+    "table_width",
+    "tail",
+    "tree_len",
+)
 COMBINE_PARTS = 8  # parts that the combine reads at once
 
 
@@ -103,7 +124,7 @@ def plan_splits_triton(kv_lens: Tensor, tail: int, block_n: int, groups: int, mi
     return Splits(starts, parts, tail, block_n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def split_kernel(
     kv_lens,  # [B] int64
     starts,  # [groups + 1, 2] int32, out
@@ -253,7 +274,7 @@ def load_queries(q, row_at, is_row, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 # ------------------------------------------------------------------ equal shares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def tree_kernel(
     q,  # [B, R, h, DK + DR], any strides but the last
     k,  # [slots, hk, DK + DR]
@@ -350,7 +371,7 @@ def tree_kernel(
 
         bits_row = ancestor_bits + (b_long * num_tokens + token) * WORDS
         last = tl.minimum(end, (kv_len + tree_len + BLOCK_N - 1) // BLOCK_N)
-        for tile in range(tl.maximum(begin, kv_len // BLOCK_N), last):
+        for tile in tl.range(tl.maximum(begin, kv_len // BLOCK_N), last, num_stages=1):  # one or two turns
             position = tile * BLOCK_N + column
             sees = sees_nodes(bits_row, tile * BLOCK_N - kv_len, is_row, WORDS, BLOCK_N)
             sees = sees | (position < kv_len)[None, :]
@@ -404,10 +425,7 @@ def num_fixed_splits(length: int) -> int:
     return splits
 
 
-@triton.jit(
-    # A value of 1 would be compiled in, and another program might round in another way.
-    do_not_specialize=["num_tokens", "row_tiles", "path_width", "is_chain", "first_tile_id", "table_width"]
-)
+@triton.jit(do_not_specialize=SIZES)
 def fixed_kernel(
     q,  # as of tree_kernel
     k,
@@ -558,7 +576,7 @@ def combine_row(
     tl.store(lse, tl.where(total == 0.0, float("-inf"), row_lse))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def combine_shares_kernel(
     part_out,  # as of tree_kernel
     part_lse,
@@ -589,7 +607,7 @@ def combine_shares_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def combine_fixed_kernel(
     part_out,  # as of fixed_kernel
     part_lse,
