@@ -20,7 +20,7 @@ LSE_TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5}  # bfloat1
 TARGETS = [
     pytest.param((name, device, dtype), id=f"{name}-{device}-{dtype}", marks=[pytest.mark.gpu] * (device == "cuda"))
     for name, backend in BACKENDS.items()
-    for device in backend.devices
+    for device in backend.device_types
     for dtype in backend.dtypes
     if device == "cpu" or torch.cuda.is_available()
 ]

@@ -5,6 +5,7 @@ A new backend is one file and one entry in BACKENDS; tests/conformance picks it 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
@@ -34,6 +35,13 @@ class Backend:
     log_sum_exp: bool = True  # returns it, so that two passes may be merged
     latent_dims: tuple[tuple[int, int], ...] | None = None  # (latent, rope) that its MLA kernels exist for; None: all
     index_bits: int | None = None  # of offsets into kv_indices; None: it needs no lists
+    has_interpreter: bool = False  # runs on a CPU too under TRITON_INTERPRET=1, slowly, for tests
+
+    @property
+    def device_types(self) -> tuple[str, ...]:
+        """Where it runs in this process."""
+        is_interpreted = self.has_interpreter and os.environ.get("TRITON_INTERPRET") == "1"
+        return (*self.devices, "cpu") if is_interpreted else self.devices
 
 
 BACKENDS: dict[str, Backend] = {
@@ -58,6 +66,20 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("float64", "float32", "bfloat16"),
         trees="lists",
         index_bits=64,
+    ),
+    "triton": Backend(
+        module="treedraft.attention.triton",
+        class_name="TritonTreeAttention",
+        devices=("cuda",),
+        dtypes=("float32", "bfloat16"),
+        has_interpreter=True,
+    ),
+    "triton-deterministic": Backend(  # a row's bits do not depend on what is beside it
+        module="treedraft.attention.triton",
+        class_name="DeterministicTritonAttention",
+        devices=("cuda",),
+        dtypes=("float32", "bfloat16"),
+        has_interpreter=True,
     ),
     "flashinfer": Backend(
         module="treedraft.attention.flashinfer",
@@ -115,8 +137,8 @@ def check_backend(name: str, needs: Needs) -> None:
 
 def _missing(entry: Backend, needs: Needs) -> list[str]:
     missing = []
-    if needs.device not in entry.devices:
-        missing.append(f"it runs on {', '.join(entry.devices)}, not on {needs.device}")
+    if needs.device not in entry.device_types:
+        missing.append(f"it runs on {', '.join(entry.device_types)}, not on {needs.device}")
     if needs.dtype not in entry.dtypes:
         missing.append(f"it takes {', '.join(entry.dtypes)}, not {needs.dtype}")
     if entry.page_sizes is not None and needs.page_size not in entry.page_sizes:
