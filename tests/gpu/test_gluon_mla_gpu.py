@@ -1,4 +1,4 @@
-"""The Gluon MLA kernel against float64 on the same bfloat16 inputs. All that no row may see is NaN, or no page at all."""
+"""The Gluon MLA kernel against float64 on the same bfloat16 inputs. All that no row may see is NaN, or no page."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ def test_run_mla_row_that_sees_nothing_gives_zero_and_minus_infinity(backend):
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
-@pytest.mark.parametrize(("tokens", "heads", "lens"), [(8, 16, [8191]), (8, 16, LENS * 2), (8, 128, LENS), (3, 20, LENS)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "lens"), [(8, 16, [8191]), (8, 16, LENS * 2), (8, 128, LENS), (3, 20, LENS)]
+)
 def test_run_mla_repeated_is_bitwise_equal(backend, tokens, heads, lens):
     """A moving error is a race."""
     case = Case(lens, tokens, heads, seed=5)
@@ -199,9 +201,7 @@ def test_run_mla_fixed_parts_are_the_same_alone_and_in_a_batch():
         own = TreeRows(
             rows.page_table[b : b + 1], rows.kv_lens[b : b + 1], rows.ancestor_bits[b : b + 1], 8, rows.max_kv_len
         )
-        alone, alone_lse = backend.run_mla_with_lse(
-            backend.plan(own, PAGE), case.kv, case.q[b : b + 1], LATENT, SCALE
-        )
+        alone, alone_lse = backend.run_mla_with_lse(backend.plan(own, PAGE), case.kv, case.q[b : b + 1], LATENT, SCALE)
         assert torch.equal(alone[0], out[b]) and torch.equal(alone_lse[0], lse[b])
 
 

@@ -44,7 +44,7 @@ def make(lens: list[int], tree_len: int, seed: int = 0) -> tuple[torch.Tensor, t
 
 
 def check(schedule: Schedule, lens: list[int], tree_len: int, table: torch.Tensor) -> int:
-    """Every key tile of every sequence is in exactly one item; parts are in order; slots are distinct. Longest group."""
+    """Every key tile is in exactly one item; parts are in order; slots are distinct. Longest group in tiles."""
     grid, heads, items = schedule.grid, schedule.heads, schedule.items
     seen = 0
     slots: list[int] = []
@@ -92,7 +92,12 @@ def test_plan_items_torch_covers_every_tile_once(rows, part_tiles):
 
 
 def test_plan_items_torch_shares_are_near_equal():
-    for lens, rows, most in [([8192] * 16, 128, 32), ([4096] * 64, 1024, 516), ([8192] * 16, 1024, 260), ([4096], 128, 2)]:
+    for lens, rows, most in [
+        ([8192] * 16, 128, 32),
+        ([4096] * 64, 1024, 516),
+        ([8192] * 16, 1024, 260),
+        ([4096], 128, 2),
+    ]:
         table, kv_lens = make(lens, 0)
         assert check(plan_items_torch(table, kv_lens, 0, max(lens), lay_grid(rows, 132)), lens, 0, table) <= most
 

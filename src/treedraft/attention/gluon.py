@@ -1,9 +1,9 @@
 """Trees over an MLA cache on Hopper: the warp-specialised kernel of kernels.gluon_mla.
 
-    plan_prefix, plan_tree   keep tensors, launch nothing
-    first run_mla            cuts the batch into equal shares (kernels.mla_plan, one launch), since only now the number
-                             of heads is known; the forward's other layers use the same schedule
-    each run_mla             one launch; parts of a sequence are merged at its end
+plan_prefix, plan_tree   keep tensors, launch nothing
+first run_mla            cuts the batch into equal shares (kernels.mla_plan, one launch), since only now the number
+                         of heads is known; the forward's other layers use the same schedule
+each run_mla             one launch; parts of a sequence are merged at its end
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ The schedule of the halves follows the published description of FlashMLA's kerne
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -188,9 +187,7 @@ def _scores_of_half(scores, q, keys, full, phase, IS_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _mask(
-    scores, key, kv_len, bits, at, row_tile, TOKENS: gl.constexpr, HEADS: gl.constexpr, WORDS: gl.constexpr
-):
+def _mask(scores, key, kv_len, bits, at, row_tile, TOKENS: gl.constexpr, HEADS: gl.constexpr, WORDS: gl.constexpr):
     """Give -inf to keys of the tile from `key` on that a row does not see. bits: [B, TOKENS, WORDS] int64.
 
     The two words that meet the tile are joined to one, whose bit j says whether the row sees key + j. Bits before
@@ -238,7 +235,7 @@ def _even_first(
     scores,
     acc,
     m,
-    l,
+    total,
     scale,
     key,
     mask,
@@ -261,7 +258,7 @@ def _even_first(
     acc = acc * gl.convert_layout(faded, gl.SliceLayout(1, HALF))[:, None]
     _make_finite(values, key, kv_len)
     acc = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), WEIGHTS), values, acc, is_async=True)
-    return acc, p, m0, l * faded + gl.sum(p, 1)
+    return acc, p, m0, total * faded + gl.sum(p, 1)
 
 
 @gluon.jit
@@ -277,7 +274,7 @@ def _even_pair(
     scores,
     acc,
     m,
-    l,
+    total,
     scale,
     key,
     odd_phase,
@@ -295,13 +292,13 @@ def _even_pair(
 ):
     """The left half's part in a pair of tiles. The product with the odd tile's values is under way at the end."""
     max0_ready, p1_ready, p0_ready = ready
-    acc, p, m0, l = _even_first(
-        scores, acc, m, l, scale, key, mask, values0, maxima, max0_ready, TOKENS, HEADS, WORDS
+    acc, p, m0, total = _even_first(
+        scores, acc, m, total, scale, key, mask, values0, maxima, max0_ready, TOKENS, HEADS, WORDS
     )
     mbarrier.wait(p1_ready, odd_phase)
     m1 = maxima.index(1).load(gl.SliceLayout(1, SCORES))
     faded = gl.exp2(m0 - m1)
-    l = l * faded
+    total = total * faded
     _publish_weights(p * faded[:, None], weights0, p0_ready)
     acc = warpgroup_mma_wait(0, deps=[acc])
     gl.thread_barrier()
@@ -309,7 +306,7 @@ def _even_pair(
     acc = acc * gl.convert_layout(faded, gl.SliceLayout(1, HALF))[:, None]
     _make_finite(values1, key + 64, mask[0])
     acc = warpgroup_mma(weights1, values1, acc, is_async=True)
-    return acc, m1, l
+    return acc, m1, total
 
 
 @gluon.jit
@@ -355,7 +352,17 @@ def _wait_for_all(counter, parts):
 
 @gluon.jit
 def _finish(
-    acc, lse, at, row_tile, last_buffer, empty, out_desc, output, ROWS: gl.constexpr, ROW_TILES: gl.constexpr, RIGHT: gl.constexpr
+    acc,
+    lse,
+    at,
+    row_tile,
+    last_buffer,
+    empty,
+    out_desc,
+    output,
+    ROWS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    RIGHT: gl.constexpr,
 ):
     """Write a finished item: to the output when it is its sequence's only part, else beside the other parts."""
     out, out_lse, workspace = output
@@ -495,7 +502,7 @@ def _left(
         masking = (kv_len, bits, at, row_tile)
         acc = gl.zeros([64, 256], gl.float32, HALF)
         m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
         mbarrier.wait(q_full, item_phase)
         scores = _scores_of_half(no_scores, q_left.index(0), left.index(0), full_0_left, evens & 1, True)
         mbarrier.wait(full_rope.index(0), evens & 1)
@@ -506,8 +513,8 @@ def _left(
             # An index that is 0, but not to the compiler: else every operand's address is computed before the loop,
             # and 80 of them do not fit into registers.
             zero = t >> 20
-            acc, m, l = _even_pair(
-                scores, acc, m, l, scale, (lo + 2 * t) * 64, odds & 1, masking,
+            acc, m, total = _even_pair(
+                scores, acc, m, total, scale, (lo + 2 * t) * 64, odds & 1, masking,
                 left.index(zero), left.index(zero + 1), rope.index(zero), rope.index(zero + 1), maxima, ready,
                 empty.index(0), TOKENS, HEADS, WORDS,
             )  # fmt: skip
@@ -525,29 +532,30 @@ def _left(
         mbarrier.arrive(q_empty, count=1)
         last_key = (hi - 1 - ((hi - lo - 1) & 1)) * 64
         if ((hi - lo) & 1) == 0:
-            acc, m, l = _even_pair(
-                scores, acc, m, l, scale, last_key, odds & 1, masking,
+            acc, m, total = _even_pair(
+                scores, acc, m, total, scale, last_key, odds & 1, masking,
                 left.index(0), left.index(1), rope.index(0), rope.index(1), maxima, ready, empty.index(0),
                 TOKENS, HEADS, WORDS,
             )  # fmt: skip
             odds += 1
             acc = warpgroup_mma_wait(0, deps=[acc])
         else:
-            acc, p, m, l = _even_first(
-                scores, acc, m, l, scale, last_key, masking, left.index(0), maxima, max0_ready, TOKENS, HEADS, WORDS
+            acc, p, m, total = _even_first(
+                scores, acc, m, total, scale, last_key, masking, left.index(0), maxima, max0_ready, TOKENS, HEADS, WORDS
             )
             _publish_weights(p, rope.index(0), p0_ready)
             acc = warpgroup_mma_wait(0, deps=[acc])
         evens += 1
         mbarrier.wait(sums_ready.index(0), item_phase)
-        l = l + sums.index(1).load(gl.SliceLayout(1, SCORES))
-        sums.index(0).store(l)
+        total = total + sums.index(1).load(gl.SliceLayout(1, SCORES))
+        sums.index(0).store(total)
         gl.thread_barrier()
         mbarrier.arrive(sums_ready.index(1), count=1)
-        acc = acc * gl.convert_layout(gl.where(l > 0, 1.0 / l, 0.0), gl.SliceLayout(1, HALF))[:, None]
-        lse = gl.where(l > 0, m + gl.log2(l), -float("inf"))
+        acc = acc * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, HALF))[:, None]
+        lse = gl.where(total > 0, m + gl.log2(total), -float("inf"))
         last = (hi - lo - 1) & 1
-        _finish(acc, lse, at, row_tile, left.index(last), empty.index(2 * last), out_desc, output, ROWS, ROW_TILES, False)
+        buffer, freed = left.index(last), empty.index(2 * last)
+        _finish(acc, lse, at, row_tile, buffer, freed, out_desc, output, ROWS, ROW_TILES, False)
     _merge(plan, output, ROWS, False, LANES, FULL_GROUPS, REST_LANES)
 
 
@@ -592,7 +600,7 @@ def _right(
         num_odd = (hi - lo) // 2
         acc = gl.zeros([64, 256], gl.float32, HALF)
         m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
         mbarrier.wait(q_full, item_phase)
         for t in range(num_odd):
             zero = t >> 20  # see _left
@@ -622,7 +630,7 @@ def _right(
             _make_finite(values1, key, kv_len)
             _make_finite(right.index(zero), key - 64, kv_len)
             acc = warpgroup_mma(gl.convert_layout(weights, WEIGHTS), values1, acc, is_async=True)
-            l = l * faded + gl.sum(p, 1)
+            total = total * faded + gl.sum(p, 1)
             m = m1
             mbarrier.wait(p0_ready, evens & 1)
             acc = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
@@ -640,26 +648,27 @@ def _right(
             m1 = maxima.index(0).load(gl.SliceLayout(1, SCORES))
             faded = gl.exp2(m - m1)
             acc = acc * gl.convert_layout(faded, gl.SliceLayout(1, HALF))[:, None]
-            l = l * faded
+            total = total * faded
             _make_finite(right.index(0), (hi - 1) * 64, kv_len)
             mbarrier.wait(p0_ready, evens & 1)
             acc = warpgroup_mma(rope.index(0), right.index(0), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             m = m1
             evens += 1
-        sums.index(1).store(l)
+        sums.index(1).store(total)
         gl.thread_barrier()
         mbarrier.arrive(sums_ready.index(0), count=1)
         mbarrier.wait(sums_ready.index(1), item_phase)
-        l = sums.index(0).load(gl.SliceLayout(1, SCORES))
-        acc = acc * gl.convert_layout(gl.where(l > 0, 1.0 / l, 0.0), gl.SliceLayout(1, HALF))[:, None]
-        lse = gl.where(l > 0, m + gl.log2(l), -float("inf"))
+        total = sums.index(0).load(gl.SliceLayout(1, SCORES))
+        acc = acc * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, HALF))[:, None]
+        lse = gl.where(total > 0, m + gl.log2(total), -float("inf"))
         last = (hi - lo - 1) & 1
-        _finish(acc, lse, at, row_tile, right.index(last), empty.index(1 + 2 * last), out_desc, output, ROWS, ROW_TILES, True)
+        buffer, freed = right.index(last), empty.index(1 + 2 * last)
+        _finish(acc, lse, at, row_tile, buffer, freed, out_desc, output, ROWS, ROW_TILES, True)
     _merge(plan, output, ROWS, True, LANES, FULL_GROUPS, REST_LANES)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_pages", "table_stride"])  # else each batch would compile its own
 def _mla_kernel(
     q_desc,  # [B * ROWS, 576]
     kv_desc,  # [slots, 576]
@@ -703,7 +712,7 @@ def _mla_kernel(
     full_0_right = gl.allocate_shared_memory(gl.int64, [4, 1], one)
     full_1_left = gl.allocate_shared_memory(gl.int64, [4, 1], one)
     full_1_right = gl.allocate_shared_memory(gl.int64, [4, 1], one)
-    # Which loader waits: 0 even left, 1 even right and rope, 2 odd left and rope, 3 odd right. Each is freed by one half.
+    # By loader: 0 even left, 1 even right and rope, 2 odd left and rope, 3 odd right. Each is freed by one half.
     empty = gl.allocate_shared_memory(gl.int64, [4, 1], one)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)

@@ -16,7 +16,7 @@ Columns of an item, int32:
     0 sequence | 1 lo | 2 hi (key tiles) | 3 kv_len | 4 parts of the sequence | 5 which part | 6 partial slot
     7, 8 pages of key tiles lo, lo + 1   | 9 begin | 10 end (of the group's items; in `heads` alone)
 
-`heads` holds, for each group, a copy of its first item with begin and end: one read where two would wait for each other.
+`heads` holds, for each group, a copy of its first item with begin and end: one read instead of two in turn.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -278,7 +278,7 @@ def _put_parts(
     tl.store(heads + before * COLUMNS + 10, item, mask=starts & (before >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "table_stride", "table_width", "tree_len"])  # one compilation for all
 def _plan_kernel(
     kv_lens,  # [B] int64
     page_table,  # [B, W] int32
