@@ -101,6 +101,15 @@ BACKENDS: dict[str, Backend] = {
         latent_dims=((512, 64),),
         index_bits=32,
     ),
+    "gluon": Backend(
+        module="treedraft.attention.gluon",
+        class_name="GluonTreeAttention",
+        devices=("cuda",),
+        dtypes=("bfloat16",),
+        gqa=False,
+        page_sizes=(64,),
+        latent_dims=((512, 64),),
+    ),
 }
 
 
