@@ -111,8 +111,9 @@ class EngineConfig:
     max_pending: int = 0  # rounds launched before the first is read; "auto" on a GPU is 1
     cuda_graph: str = "auto"  # "on": rounds are replayed graphs; "eager": on the same static buffers, without capture;
     # "auto": off on the CPU; on a GPU on, unless the attention backend plans on the host
-    attention_backend: str = "auto"  # verifies and decodes; a name of attention.BACKENDS; "auto": torch
-    draft_attention_backend: str = "auto"  # drafts; "auto": the same as attention_backend
+    attention_backend: str = "auto"  # verifies and decodes; a name of attention.BACKENDS; "auto": the fastest that fits
+    draft_attention_backend: str = "auto"  # drafts; "auto": the same as attention_backend where it fits the head
+    deterministic: bool = False  # on a GPU: a row's result does not depend, in any bit, on the rows beside it
     capture: str = (
         "auto"  # record rounds and replay them without Python: "auto" (on a CPU, once it pays), "on" (at once), "off"
     )
@@ -142,7 +143,7 @@ class EngineConfig:
             self.speculative.check()
 
     def resolve(self, has_cuda: bool) -> EngineConfig:
-        """Return a config without "auto" values. `has_cuda`: whether torch sees a GPU."""
+        """Return a config without "auto", but for backends, which depend on the model. has_cuda: torch sees a GPU."""
         self.check()
         device = self.device
         if device == "auto":
@@ -157,13 +158,8 @@ class EngineConfig:
         dtype = self.dtype
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
-        attention = "torch" if self.attention_backend == "auto" else self.attention_backend
-        drafting = attention if self.draft_attention_backend == "auto" else self.draft_attention_backend
-        return replace(
-            self,
-            device=device,
-            dtype=dtype,
-            cuda_graph=cuda_graph,
-            attention_backend=attention,
-            draft_attention_backend=drafting,
-        )
+        if self.deterministic and device == "cpu":
+            raise ConfigError(
+                "deterministic is for a GPU; on the CPU use dtype float64, where speculation changes no token"
+            )
+        return replace(self, device=device, dtype=dtype, cuda_graph=cuda_graph)

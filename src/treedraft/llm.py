@@ -57,6 +57,7 @@ class LLM:
         debug: str | None = None,  # "redzone", "redzone,unguarded": see debug.redzone
         capture: str = "auto",
         load_format: str = "auto",
+        deterministic: bool = False,
     ):
         has_cuda = torch.cuda.is_available()
         config = EngineConfig(
@@ -76,6 +77,7 @@ class LLM:
             attention_backend=attention_backend,
             draft_attention_backend=draft_attention_backend,
             capture=capture,
+            deterministic=deterministic,
             seed=seed,
         ).resolve(has_cuda)
         # By name: nothing but this line knows that there is debugging, and nothing pays for it.

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from treedraft.attention.base import TreeAttention
     from treedraft.attention.packed import Reserved
 
-AUTO = "torch"  # what "auto" means
+PREFERRED = ("gluon", "triton", "torch")  # what "auto" means: the first that can do what is needed
+PREFERRED_DETERMINISTIC = ("triton-deterministic",)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Backend:
     log_sum_exp: bool = True  # returns it, so that two passes may be merged
     latent_dims: tuple[tuple[int, int], ...] | None = None  # (latent, rope) that its MLA kernels exist for; None: all
     index_bits: int | None = None  # of offsets into kv_indices; None: it needs no lists
+    is_invariant: bool = False  # a row's bits do not depend on the rows, sequences and tree beside it
     has_interpreter: bool = False  # runs on a CPU too under TRITON_INTERPRET=1, slowly, for tests
 
     @property
@@ -79,6 +81,7 @@ BACKENDS: dict[str, Backend] = {
         class_name="DeterministicTritonAttention",
         devices=("cuda",),
         dtypes=("float32", "bfloat16"),
+        is_invariant=True,
         has_interpreter=True,
     ),
     "flashinfer": Backend(
@@ -123,6 +126,7 @@ class Needs:
     page_size: int
     latent_dims: tuple[int, int] | None  # (latent, rope) of MLA; None: grouped-query attention
     has_trees: bool  # rows that are no chain
+    is_deterministic: bool = False  # a row's bits must not depend on what is beside it
 
 
 def backend_named(name: str) -> Backend:
@@ -144,8 +148,28 @@ def check_backend(name: str, needs: Needs) -> None:
         )
 
 
+def choose_backend(needs: Needs) -> str:
+    """Return the fastest backend that can do what is needed, by measurements in benchmarks/notes.md.
+
+    Raise ConfigError when none can. Asks the device whether its kernels are there.
+    """
+    preferred = PREFERRED_DETERMINISTIC if needs.is_deterministic else PREFERRED
+    for name in preferred:
+        if not _missing(BACKENDS[name], needs) and _is_there(BACKENDS[name]):
+            return name
+    check_backend(preferred[-1], needs)
+    raise ConfigError(f"the attention backend {preferred[-1]!r} needs the package triton: pip install 'treedraft[gpu]'")
+
+
+def _is_there(entry: Backend) -> bool:
+    check = getattr(import_module(entry.module), "is_available", None)
+    return check is None or check()
+
+
 def _missing(entry: Backend, needs: Needs) -> list[str]:
     missing = []
+    if needs.is_deterministic and not entry.is_invariant:
+        missing.append("its rows depend, in their last bits, on what is beside them, and deterministic was asked for")
     if needs.device not in entry.device_types:
         missing.append(f"it runs on {', '.join(entry.device_types)}, not on {needs.device}")
     if needs.dtype not in entry.dtypes:

@@ -138,6 +138,15 @@ class GluonTreeAttention:
         return self._workspaces[-1]
 
 
+def is_available() -> bool:
+    """Whether this process has the GPU and the Triton that the kernel needs."""
+    try:
+        _check_device()
+    except ConfigError:
+        return False
+    return True
+
+
 def _check_device() -> None:
     if not torch.cuda.is_available():
         raise ConfigError("the attention backend gluon needs a GPU of compute capability 9.0; there is no CUDA device")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -174,6 +175,11 @@ class DeterministicTritonAttention:
 
         q = _unit_stride(q)
         return paged_gqa_fixed_triton(q, k, v, plan.pages, plan.row_lens, plan.path_slots, plan.max_len, scale)[0]
+
+
+def is_available() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
 
 
 def _pages(page_table: Tensor, kv_lens: Tensor, page_size: int) -> Pages:

@@ -107,7 +107,7 @@ class EngineOptions:
     attention_backend: Annotated[
         str,
         typer.Option(
-            help="Verifies and decodes: torch, packed-torch, packed-torch-merged; auto is torch.",
+            help="Verifies and decodes: gluon, triton, flashinfer, torch, ...; auto: the fastest that fits the model.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
@@ -116,10 +116,19 @@ class EngineOptions:
         typer.Option(
             "--draft-attention-backend",
             "--speculative-draft-attention-backend",
-            help="Drafts; auto is the same as --attention-backend.",
+            help="Drafts; auto is the same as --attention-backend, or the fastest that fits the head.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            "--enable-deterministic-inference",
+            help="On a GPU: the same bfloat16 text with and without speculation and in any batch. Slower.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False
     debug: Annotated[
         str | None,
         typer.Option(

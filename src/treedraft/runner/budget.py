@@ -56,6 +56,7 @@ def budget(config: EngineConfig, device_bytes: int) -> Budget:
     Raise ConfigError, CheckpointError.
     """
     layout = lay_out(config, CONFIG_FILES)
+    config = layout.config
     runs = {config.attention_backend: dry_run(layout, NUM_RESERVED_PAGES + 1)}
     for name in BACKENDS:
         with suppress(ConfigError):  # a backend that does not serve this model

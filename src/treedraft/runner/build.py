@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treedraft.attention import Needs, check_backend, make_backend
+from treedraft.attention import Needs, check_backend, choose_backend, make_backend
 from treedraft.attention.base import TreeAttention
 from treedraft.attention.packed import Reserved, RowLimits, draft_limits, extend_limits, verify_limits
 from treedraft.config import EngineConfig, max_logical_len, offered_shapes, speculative_tail
@@ -22,7 +22,7 @@ from treedraft.kv.pool import LatentPool
 from treedraft.models.config import ModelConfig
 from treedraft.models.deepseek import DeepseekModel
 from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, target_tables
-from treedraft.models.layers import pack_matrices
+from treedraft.models.layers import Products, pack_matrices
 from treedraft.models.registry import draft_head_config, load_draft_head, load_model, model_class
 from treedraft.runner.capture import RECORD_AFTER, CapturedRounds, can_capture
 from treedraft.runner.drafter import EagleDrafter, chain_bits
@@ -97,16 +97,32 @@ def lay_out(config: EngineConfig, model_files: tuple[str, ...] = CHECKPOINT_FILE
     model = ModelConfig.from_hf(read_config(folder))
     max_context = _max_context(config.max_context, model.max_position_embeddings)
     logical_len = max_logical_len(max_context, speculative, config.max_pending)
+    config = replace(config, max_context=max_context, speculative=speculative)
+    draft_folder = None if speculative is None or draft is None else resolve_folder(draft, "draft", head_files)
+    head = None if draft_folder is None else draft_head_config(draft_folder, model, config.load_format)
     return Layout(
-        config=replace(config, max_context=max_context, speculative=speculative),
+        config=_with_backends(config, model, head),
         folder=folder,
-        draft_folder=None if speculative is None or draft is None else resolve_folder(draft, "draft", head_files),
+        draft_folder=draft_folder,
         model=model,
         logical_len=logical_len,
         table_width=-(-logical_len // config.page_size),
         tail=speculative_tail(speculative),
         notes=tuple(notes),
     )
+
+
+def _with_backends(config: EngineConfig, model: ModelConfig, head: Eagle3Config | None) -> EngineConfig:
+    """Replace "auto" backends. Drafts cannot change the text, so they need not be deterministic."""
+    tree = config.speculative
+    verifying, drafting = config.attention_backend, config.draft_attention_backend
+    if verifying == "auto":
+        verifying = choose_backend(_needs(config, "verify", model, tree is not None and tree.topk > 1))
+    if drafting == "auto":
+        drafting = verifying
+        if head is not None and tree is not None and (config.deterministic or config.attention_backend == "auto"):
+            drafting = choose_backend(_needs(config, "draft", head, tree.topk > 1))
+    return replace(config, attention_backend=verifying, draft_attention_backend=drafting)
 
 
 def page_bytes(layout: Layout, head: Eagle3Config | None) -> int:
@@ -184,6 +200,7 @@ def _needs(config: EngineConfig, purpose: str, model: ModelConfig | Eagle3Config
         page_size=config.page_size,
         latent_dims=(model.mla.kv_lora_rank, model.mla.qk_rope_head_dim),
         has_trees=has_trees,
+        is_deterministic=config.deterministic and purpose == "verify",
     )
 
 
@@ -194,7 +211,8 @@ def assemble(
     config, speculative = layout.config, layout.config.speculative
     memory = allocate(layout, None if head is None else head.config, num_pages, buffers)
     attend = make_backends(layout, None if head is None else head.config, memory.state, buffers)
-    target = Target(model, attend.verify, memory.target_pool, head.taps if head is not None else ())
+    taps = head.taps if head is not None else ()
+    target = Target(model, attend.verify, memory.target_pool, taps, config.deterministic)
     drafter = None
     if head is not None and speculative is not None and memory.draft_pool is not None:
         plans_prefix = config.draft_attention_backend != config.attention_backend
@@ -219,7 +237,8 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     layout = lay_out(config)
     config, speculative = layout.config, layout.config.speculative
-    model = load_model(layout.folder, layout.logical_len, dtype, device, config.load_format)
+    products: Products = "invariant" if config.deterministic else "fast"
+    model = load_model(layout.folder, layout.logical_len, dtype, device, products, config.load_format)
     head: Eagle3MlaHead | None = None
     if speculative is not None and layout.draft_folder is not None:
         head = load_draft_head(layout.draft_folder, model, dtype, device, config.load_format)

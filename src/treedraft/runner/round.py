@@ -16,7 +16,9 @@ from treedraft.runner.drafter import Drafter
 from treedraft.runner.operators import Operators, join, logits_parts
 from treedraft.runner.state import DeviceState
 from treedraft.speculative.sampling import SamplingRows
-from treedraft.types import Accepted, DraftTree, ModelOutput
+from treedraft.types import Accepted, DraftTree, ModelOutput, TreeRows
+
+DETERMINISTIC_ROWS = 512  # prompt tokens forwarded at once
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,35 @@ class Target:
     attention: TreeAttention
     pool: LatentPool
     taps: tuple[int, ...]  # layers whose inputs the draft head reads
+    is_deterministic: bool = False  # prompts too go through the kernels of decoding, which are row-invariant
 
     def prefill(self, batch: PrefillBatch) -> ModelOutput:
         """Forward whole prompts. hidden [T, H], features [T, F]."""
+        if self.is_deterministic:
+            return self._prefill_as_decode(batch)
         attend = PagedPrefillAttend(self.pool, batch.sequences, batch.write_slots, batch.page_table, batch.page_size)
         return self.model(batch.token_ids, batch.positions, attend, self.taps)
+
+    def _prefill_as_decode(self, batch: PrefillBatch) -> ModelOutput:
+        """Forward each token as a sequence of its own that decodes one: the positions before it, then itself.
+
+        All rows of a layer are written before the first is read, so the tokens of a prompt go together.
+        """
+        counts = torch.tensor([length for _, length in batch.sequences])
+        owner = torch.repeat_interleave(torch.arange(len(counts)), counts).to(batch.positions.device)
+        last = max(start + length - 1 for start, length in batch.sequences)
+        outputs = []
+        for start in range(0, len(owner), DETERMINISTIC_ROWS):
+            part = slice(start, start + DETERMINISTIC_ROWS)
+            positions = batch.positions[part]
+            bits = torch.ones_like(positions)[:, None, None]
+            plan = self.attention.plan(
+                TreeRows(batch.page_table[owner[part]], positions, bits, 1, last), batch.page_size
+            )
+            attend = PagedTreeAttend(self.attention, plan, self.pool, batch.write_slots[part, None])
+            outputs.append(self.model(batch.token_ids[part, None], positions[:, None], attend, self.taps))
+        hidden, features = (torch.cat([getattr(o, name)[:, 0] for o in outputs]) for name in ("hidden", "features"))
+        return ModelOutput(hidden, features)
 
     def verify(self, batch: DecodeBatch, tree: DraftTree) -> ModelOutput:
         """Forward the tree's nodes into slots kv_len + n. hidden [B, N, H], features [B, N, F]."""
