@@ -277,9 +277,18 @@ def allocate_like(value: _T, name: str, buffers: Buffers) -> _T:
 
 
 def copy_rows(source: Any, target: Any) -> None:
-    """Copy every tensor of a dataclass over the first rows of the same one in `target`."""
-    if isinstance(source, Tensor):
-        (target[: len(source)] if source.dim() else target).copy_(source)
-    elif is_dataclass(source):
-        for f in fields(source):
-            copy_rows(getattr(source, f.name), getattr(target, f.name))
+    """Copy every tensor of a dataclass over the first rows of the same one in `target`: one launch for each dtype."""
+    pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for given, kept in zip(tensors_of(source), tensors_of(target), strict=True):
+        pairs.setdefault(given.dtype, []).append((kept[: len(given)] if given.dim() else kept, given))
+    for of_dtype in pairs.values():
+        torch._foreach_copy_(*(list(each) for each in zip(*of_dtype, strict=True)))
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return every tensor of a dataclass, nested ones included, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value):
+        return [tensor for f in fields(value) for tensor in tensors_of(getattr(value, f.name))]
+    return []
