@@ -237,8 +237,15 @@ def test_sample_random_logits(stages: frozenset[str], vocab: int) -> None:
         check_tokens(logits, rows_of(batch, vocab, seed, stages), tree)
 
 
-def test_sample_ties_and_spikes() -> None:
-    """Two levels of equal logits, one token that has all the mass, logits at -inf, equal logits."""
+@pytest.mark.parametrize("longest", [None, 16, 128])
+def test_sample_ties_and_spikes(longest: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two levels of equal logits, one token that has all the mass, logits at -inf, equal logits.
+
+    longest: of a row's list; where it is too short, all tokens are searched.
+    """
+    if longest is not None:
+        monkeypatch.setattr("treedraft.kernels.sample.LIST", longest)
+        monkeypatch.setattr("treedraft.kernels.sample.MAX_TOP_K", longest // 2)
     vocab, nodes = 900, 1 if IS_SMALL else 4
     tree = random_tree(4, 4, 0)
     tree = DraftTree(*(getattr(tree, f.name)[:, :nodes] for f in fields(tree)))

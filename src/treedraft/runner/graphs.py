@@ -41,7 +41,12 @@ RunRound = Callable[[DecodeBatch, SamplingRows], RoundTensors]
 
 # Sampling stages of each captured program; a batch runs the first that has all of its own. A stage that no row uses
 # changes no token, but costs its kernels.
-VARIANTS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"noise"}), STAGES)
+VARIANTS: tuple[frozenset[str], ...] = (
+    frozenset(),
+    frozenset({"noise"}),
+    frozenset({"noise", "top_k", "top_p", "min_p"}),  # no table of the vocabulary's size
+    STAGES,
+)
 WARM_UP_ROUNDS = 2  # compile kernels, make handles and workspaces, before a capture
 
 
