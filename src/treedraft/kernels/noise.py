@@ -74,7 +74,8 @@ def _neg_log(x, pairs, SHIFT: tl.constexpr, FIRST_CELL: tl.constexpr):
 @triton.jit
 def _gumbel_of(word, pairs, SHIFT: tl.constexpr, FIRST_CELL: tl.constexpr):
     u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
-    return _neg_log(_neg_log(u, pairs, SHIFT, FIRST_CELL), pairs, SHIFT, FIRST_CELL).to(tl.float32)
+    g = _neg_log(_neg_log(u, pairs, SHIFT, FIRST_CELL), pairs, SHIFT, FIRST_CELL)
+    return g.to(tl.float32)
 
 
 @triton.jit

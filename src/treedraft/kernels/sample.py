@@ -431,7 +431,8 @@ def _bounds_kernel(
                 is_block = block < num_blocks
                 at = row * num_blocks + block
                 best = number_of(ordered_of(tl.load(keys + at, mask=is_block, other=0)))
-                total = tl.sum(tl.load(sums + at, mask=is_block, other=0.0) * tl.exp(best - maximum), axis=0)
+                parts = tl.load(sums + at, mask=is_block, other=0.0) * tl.exp(best - maximum)
+                total = tl.sum(tl.where(is_block, parts, 0.0), axis=0)
                 weight = tl.exp(-distance)
                 target = total * share * 1.001  # rounding; too little is found out later
             cut = _first_reaching(bits, weight, target, 0x7F800000)

@@ -134,9 +134,8 @@ class GraphState:
         batch = gather_decode(
             slots, node_limits, self.max_kv_len, self.state, self.pages, self.page_size, self.attention, self.chain
         )
-        rows = self.state.gather_sampling(
-            slots, stages, {stage: used.bool() for stage, used in zip(TABLE_STAGES, uses, strict=True)}
-        )
+        of_stage = {stage: used.bool() for stage, used in zip(TABLE_STAGES, uses, strict=True) if stage in stages}
+        rows = self.state.gather_sampling(slots, stages, of_stage)
         result = self.run_round(batch, rows)
         if self.outputs is None:  # the largest bucket comes first
             self.outputs = allocate_like(result, "graph.output", self.buffers)
@@ -287,7 +286,8 @@ def copy_rows(source: Any, target: Any) -> None:
     for given, kept in zip(tensors_of(source), tensors_of(target), strict=True):
         pairs.setdefault(given.dtype, []).append((kept[: len(given)] if given.dim() else kept, given))
     for of_dtype in pairs.values():
-        torch._foreach_copy_(*(list(each) for each in zip(*of_dtype, strict=True)))
+        rows, given_rows = zip(*of_dtype, strict=True)
+        torch._foreach_copy_(rows, given_rows)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
