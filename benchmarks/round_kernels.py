@@ -59,9 +59,9 @@ def time_us(calls: list[Callable[[], object]], repeats: int = 20) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes a microsecond of a device copy, read and written bytes counted."""
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    x = torch.randn(1 << 28, device="cuda")
     y = torch.empty_like(x)
-    return 2 * x.numel() / time_us([lambda: y.copy_(x)] * 4)
+    return 2 * x.nbytes / time_us([lambda: y.copy_(x)] * 4)
 
 
 def settings(batch: int, vocab: int, stages: frozenset[str], **values: float) -> SamplingRows:

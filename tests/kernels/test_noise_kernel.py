@@ -82,7 +82,7 @@ def test_gumbel_kernel_compiled_has_no_fused_multiply_add() -> None:
     from treedraft.kernels import noise as kernel
     from treedraft.speculative import noise
 
-    pointers = {"keys": "*i64", "positions": "*i64", "inverses": "*fp64", "logs": "*fp64", "out": "*fp32"}
+    pointers = {"keys": "*i64", "positions": "*i64", "pairs": "*fp64", "out": "*fp32"}
     constants = {
         "M0": noise.PHILOX_M0,
         "M1": noise.PHILOX_M1,

@@ -2,7 +2,7 @@
 
 The twin is `treedraft.runner.operators.best_children_torch`. Two launches:
 
-    blocks   each 8,192 tokens of a row give their maximum, their sum of exponentials and their K best as keys
+    blocks   each 2,048 tokens of a row give their maximum, their sum of exponentials and their K best as keys
     merge    a row's blocks give the logarithm of the sum, and of K * blocks candidates the K best by (score, id)
 
 A candidate's score is its logit, sharpened and noised, minus maximum, minus log of the sum, as torch computes it. The
@@ -23,7 +23,7 @@ from torch import Tensor
 from treedraft.kernels.order import NO_KEY, index_of, keys_of, number_of, ordered_bits, ordered_of
 from treedraft.speculative.sampling import GREEDY_SHARPNESS, SAMPLED_SHARPNESS
 
-CHUNKS = 512  # strided parts of a block: token i belongs to chunk i % 512, so that a thread holds whole chunks
+CHUNKS = 128  # strided parts of a block for each warp: with 4 to a thread, a thread holds whole chunks
 
 
 def best_children_triton(
@@ -32,18 +32,19 @@ def best_children_triton(
     noise: Tensor | None,
     target_ids: Tensor | None,
     topk: int,
-    block: int | None = None,
+    block: int = 2048,
+    num_warps: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return the K best next tokens of each draft row: scores float32 [B, R, K] descending, target ids int64 [B, R, K].
 
     logits float32 [B, R, Vd]; temperature float32 [B]; noise float32 [B, Vd], or None: plain ranking; target_ids
     int64 [Vd] of the draft's ids, None where ids are the same. Equal scores are ordered by
     draft id. A row with NaN or infinity among its logits has scores -inf, at the first K ids. block: tokens of a
-    program, a power of two >= 512. It changes nothing but the time.
+    program, a power of two >= 128 * num_warps. Neither changes anything but the time.
     """
     batch, rows, vocab = logits.shape
     logits = logits.contiguous()
-    block = block or (4096 if vocab <= 4096 else 8192)
+    chunks = CHUNKS * num_warps
     num_blocks = triton.cdiv(vocab, block)
     pad_k = triton.next_power_of_2(topk)
 
@@ -71,10 +72,10 @@ def best_children_triton(
         SAMPLED=SAMPLED_SHARPNESS,
         TOPK=topk,
         PAD_K=pad_k,
-        CHUNKS=CHUNKS,
-        WIDTH=block // CHUNKS,
+        CHUNKS=chunks,
+        WIDTH=block // chunks,
         enable_fp_fusion=False,
-        num_warps=4,
+        num_warps=num_warps,
     )
     candidates = triton.next_power_of_2(num_blocks * topk)
     _merge_kernel[(batch * rows,)](

@@ -44,7 +44,12 @@ CountByShape = Callable[[RoundTensors], Tensor | None]
 
 # Sampling stages of each captured program; a batch runs the first that has all of its own. A stage that no row uses
 # changes no token, but costs its kernels.
-VARIANTS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"noise"}), STAGES)
+VARIANTS: tuple[frozenset[str], ...] = (
+    frozenset(),
+    frozenset({"noise"}),
+    frozenset({"noise", "top_k", "top_p", "min_p"}),  # no table of the vocabulary's size
+    STAGES,
+)
 WARM_UP_ROUNDS = 2  # compile kernels, make handles and workspaces, before a capture
 
 
@@ -145,9 +150,8 @@ class GraphState:
         batch = gather_decode(
             slots, node_limits, self.max_kv_len, self.state, self.pages, self.page_size, self.attention, self.chain
         )
-        rows = self.state.gather_sampling(
-            slots, stages, {stage: used.bool() for stage, used in zip(TABLE_STAGES, uses, strict=True)}
-        )
+        of_stage = {stage: used.bool() for stage, used in zip(TABLE_STAGES, uses, strict=True) if stage in stages}
+        rows = self.state.gather_sampling(slots, stages, of_stage)
         result = self.run_round(batch, rows, shape)
         copy_rows(result, self._outputs_for(result, shape))
         counts = self.count_by_shape(result)
@@ -357,9 +361,19 @@ def views_like(value: _T, larger: _T, num_rows: int) -> _T:
 
 
 def copy_rows(source: Any, target: Any) -> None:
-    """Copy every tensor of a dataclass over the first rows of the same one in `target`."""
-    if isinstance(source, Tensor):
-        (target[: len(source)] if source.dim() else target).copy_(source)
-    elif is_dataclass(source):
-        for f in fields(source):
-            copy_rows(getattr(source, f.name), getattr(target, f.name))
+    """Copy every tensor of a dataclass over the first rows of the same one in `target`: one launch for each dtype."""
+    pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for given, kept in zip(tensors_of(source), tensors_of(target), strict=True):
+        pairs.setdefault(given.dtype, []).append((kept[: len(given)] if given.dim() else kept, given))
+    for of_dtype in pairs.values():
+        rows, given_rows = zip(*of_dtype, strict=True)
+        torch._foreach_copy_(rows, given_rows)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return every tensor of a dataclass, nested ones included, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value):
+        return [tensor for f in fields(value) for tensor in tensors_of(getattr(value, f.name))]
+    return []

@@ -12,15 +12,9 @@ from treedraft.runner.operators import Operators, TorchOperators
 from treedraft.speculative.sampling import MAX_STOP_IDS, SamplingRows
 from treedraft.types import PrefillRow, SamplingParams
 
-NUMBERS = (
-    "temperature",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_p",
-    "repetition_penalty",
-)  # 1: off, from top_p on
-INTEGERS = ("top_k", "noise_key", "prompt_lens", "min_tokens")
+# Rows of the tables of what each slot has one number of. A float is off at 0, from top_p on at 1.
+NUMBERS = ("temperature", "min_p", "presence_penalty", "frequency_penalty", "top_p", "repetition_penalty")
+INTEGERS = ("kv_lens", "roots", "top_k", "noise_key", "prompt_lens", "min_tokens")
 TABLE_STAGES = ("penalties", "bias")  # stages with a row of [V] for each sequence
 
 
@@ -51,22 +45,21 @@ class DeviceState:
             return buffers.allocate(f"state.{name}", "index", shape, dtype, formula=formula)
 
         def settings(name: str, dtype: torch.dtype, names: tuple[str, ...]) -> Tensor:
-            formula = f"{len(names)} settings * (max_batch + 1)"
+            formula = "fields * (max_batch + 1)"
             return buffers.allocate(f"state.{name}", "index", (len(names), num_slots + 1), dtype, formula=formula)
 
         self.device = buffers.device
         self.operators: Operators = TorchOperators() if operators is None else operators
         self.dummy_slot = num_slots
         self.overflow = new_record(buffers)  # of the round that runs; see attention.packed.RECORD
-        self.kv_lens = zeros("kv_lens", torch.int64)
-        self.roots = zeros("roots", torch.int64)
         self.draft_hidden = zeros("draft_hidden", dtype, hidden_size=draft_hidden_size)
-        # One table of each kind, a row a setting: a batch is one gather of columns.
+        # A row for each field: a batch is one gather of columns.
         self.numbers = settings("numbers", torch.float32, NUMBERS)
         self.integers = settings("integers", torch.int64, INTEGERS)
         self.temperature, self.min_p, self.presence_penalty, self.frequency_penalty = self.numbers[:4].unbind()
         self.top_p, self.repetition_penalty = self.numbers[4:].unbind()
-        self.top_k, self.noise_key, self.prompt_lens, self.min_tokens = self.integers.unbind()
+        self.kv_lens, self.roots = self.integers[:2].unbind()
+        self.top_k, self.noise_key, self.prompt_lens, self.min_tokens = self.integers[2:].unbind()
         self.stop_ids = zeros("stop_ids", torch.int64, max_stop_ids=MAX_STOP_IDS)
         self.prompt_seen = zeros("prompt_seen", torch.bool, vocab_size=vocab_size)
         self.output_counts = zeros("output_counts", torch.int32, vocab_size=vocab_size)
@@ -105,8 +98,8 @@ class DeviceState:
     def reset_dummy(self) -> None:
         """Make the dummy slot a legal row of no consequence: nothing committed, greedy, no setting on."""
         slot = self.dummy_slot
-        for values in (self.kv_lens[slot], self.roots[slot], self.draft_hidden[slot], self.integers[:, slot]):
-            values.zero_()
+        self.draft_hidden[slot].zero_()
+        self.integers[:, slot].zero_()
         self.numbers[:4, slot].zero_()
         self.numbers[4:, slot].fill_(1)
 
@@ -129,11 +122,11 @@ class DeviceState:
             return values[slots] * uses[stage][:, None] if stage in stages else values[:0]
 
         numbers = dict(zip(NUMBERS, self.numbers.index_select(1, slots).unbind(), strict=True))
-        integers = dict(zip(INTEGERS, self.integers.index_select(1, slots).unbind(), strict=True))
+        integers = dict(zip(INTEGERS[2:], self.integers[2:].index_select(1, slots).unbind(), strict=True))
         return SamplingRows(
             **numbers,
             **integers,
-            stop_ids=self.stop_ids[slots],
+            stop_ids=self.stop_ids[slots] if "min_tokens" in stages else self.stop_ids[:0],
             prompt_seen=table(self.prompt_seen, "penalties"),
             output_counts=table(self.output_counts, "penalties"),
             logit_bias=table(self.logit_bias, "bias"),

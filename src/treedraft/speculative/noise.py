@@ -128,6 +128,13 @@ def _neg_log(x: Tensor) -> Tensor:
 
 
 @functools.cache
+def log_pairs(device: torch.device) -> Tensor:
+    """Return the two tables of `log_tables` side by side: float64 [cells, 2]. A constant, kept per device."""
+    with torch.inference_mode(False):
+        return torch.stack(log_tables(device), -1)
+
+
+@functools.cache
 def log_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return, for every cell of the argument, an inverse and the inverse's logarithm: float64 [cells] each.
 
