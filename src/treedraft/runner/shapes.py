@@ -6,7 +6,6 @@ tree the head still extends its KV: every committed position has its draft row, 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from treedraft.runner.runner import Runner
 
 TIMED_COLUMNS = 256  # prefix columns of rounds that are timed without graphs
-TIMED_RUNS = 3
+TIMED_RUNS = 5
 WARM_UP_RUNS = 2
 
 
@@ -84,21 +83,23 @@ def time_shapes(
     roots = torch.randint(0, vocab_size, state.roots.shape, generator=generator, device=runner.device)
     hidden.normal_(generator=generator)
     sizes = graphs.buckets if graphs is not None else tuple(sorted({1, max_batch}))
+
+    def run(rows: tuple[DecodeRow, ...], index: int) -> float:
+        state.kv_lens.zero_()
+        state.roots.copy_(roots)
+        state.draft_hidden.copy_(hidden)
+        return seconds_of(lambda: runner.run_rows(rows, index), runner.device)
+
     times: dict[int, tuple[float, ...]] = {}
     for size in sizes:
-        seconds = []
-        for index, shape in enumerate(shapes):
-            rows = timing_rows(size, shape, min(TIMED_COLUMNS, max_context))
-
-            def run(rows: tuple[DecodeRow, ...] = rows, index: int = index) -> None:
-                state.kv_lens.zero_()
-                state.roots.copy_(roots)
-                state.draft_hidden.copy_(hidden)
-                runner.run_rows(rows, index)
-
+        rows = [timing_rows(size, shape, min(TIMED_COLUMNS, max_context)) for shape in shapes]
+        for index in range(len(shapes)):
             with recorded_at_once(runner.at_shape(index)):
-                seconds.append(median_s(run, runner.device))
-        times[size] = tuple(seconds)
+                for _ in range(WARM_UP_RUNS):
+                    run(rows[index], index)
+        # In turn, and the best of each: what else the machine does must not look like a shape's cost.
+        every = [[run(rows[index], index) for index in range(len(shapes))] for _ in range(TIMED_RUNS)]
+        times[size] = tuple(min(of_shape) for of_shape in zip(*every, strict=True))
     for tensor in (state.kv_lens, state.roots, state.draft_hidden):
         tensor.zero_()
     return times if graphs is not None else between(times)
@@ -134,17 +135,12 @@ def timing_rows(batch: int, shape: SpeculativeConfig | None, max_kv_len: int) ->
     return tuple(DecodeRow(slot, slot, max_kv_len, nodes, params, is_exact=True) for slot in range(batch))
 
 
-def median_s(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, the median of some. Syncs."""
-    for _ in range(WARM_UP_RUNS):
-        run()
-    seconds = []
-    for _ in range(TIMED_RUNS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run. Syncs."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
