@@ -19,10 +19,10 @@ def measure(llm: LLM, batch: int, params: SamplingParams) -> dict[str, float]:
     launch = llm.runner._launch_round
     times: list[float] = []
 
-    def timed(rows):  # type: ignore[no-untyped-def]
+    def timed(rows, shape):  # type: ignore[no-untyped-def]
         torch.cuda.synchronize()
         started = time.perf_counter()
-        out = launch(rows)
+        out = launch(rows, shape)
         torch.cuda.synchronize()
         if len(rows) == batch:
             times.append(time.perf_counter() - started)

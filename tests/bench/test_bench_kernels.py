@@ -21,8 +21,9 @@ TINY = KernelSettings(
 )
 
 
-def test_run_kernels_measures_every_shape_within_the_limits() -> None:
-    result = run_kernels(TINY, CPU)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_run_kernels_measures_every_shape_within_the_limits(ragged) -> None:
+    result = run_kernels(KernelSettings(**{**vars(TINY), "ragged": ragged}), CPU)
     shapes = {(r.length, r.batch, r.tokens, r.kind) for r in result.rows}
     assert shapes == {
         (length, batch, tokens, kind)
@@ -32,20 +33,23 @@ def test_run_kernels_measures_every_shape_within_the_limits() -> None:
     }
     assert {r.kernel for r in result.rows} >= {"torch", "packed-torch"}
     for row in result.rows:
-        assert row.is_finite and row.is_accurate, row
+        # bfloat16 outputs: rounded once, or where parts are merged more than once; 16 numbers a row are a small sample.
+        assert row.is_finite and row.max_error < 2**-7 and row.rms_error < 2**-8 and row.lse_error < 1e-5, row
+        assert row.rounding <= 2**-8
         assert row.us > 0 and 0 < row.roofline
     json.dumps(json_safe(result.as_json()))
     result.render()
 
 
-def test_what_no_row_sees_is_nan_and_all_that_rows_see_is_finite() -> None:
-    for case in cases(TINY, CPU):
-        s = case.shape
-        positions = torch.arange(s.length + s.tokens)[None].expand(s.batch, -1)
-        seen = kernels.slots_of(case.page_table, positions, case.page_size)
-        assert case.kv[seen.flatten()].isfinite().all()
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_no_row_sees_is_nan_and_all_that_rows_see_is_finite(ragged) -> None:
+    for case in cases(KernelSettings(**{**vars(TINY), "ragged": ragged}), CPU):
         hidden = torch.ones(len(case.kv), dtype=torch.bool)
-        hidden[seen.flatten()] = False
+        for b, length in enumerate(case.lens):
+            pages = case.page_table[b].tolist()
+            seen = [pages[p // 16] * 16 + p % 16 for p in range(length + case.shape.tokens)]
+            assert case.kv[seen].isfinite().all()
+            hidden[seen] = False
         hidden[: case.page_size] = False
         assert case.kv[hidden].isnan().all() and hidden.any()
         assert case.kv[: case.page_size].eq(0).all()
@@ -70,7 +74,7 @@ def test_errors_see_a_wrong_row_and_a_nan() -> None:
     rows = torch.arange(case.shape.tokens)
     parts = [oracle(case, b, rows) for b in range(case.shape.batch)]
     out, lse = torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
-    assert errors(case, out, lse) == (0, 0, 0)
+    assert errors(case, out, lse) == (0, 0, 0, 0)
     out[0, 2] *= 1.1
     assert errors(case, out, lse)[0] == pytest.approx(0.1)
     out[0, 0, 0, 0] = math.nan
@@ -125,6 +129,13 @@ def test_peer_that_is_not_installed_is_left_out() -> None:
     result = run_kernels(settings, CPU, notes.append)
     assert {r.kernel for r in result.rows} == {"torch"}
     assert notes[0].startswith("not compared: ")
+
+
+def test_ragged_lens_hold_the_edges_and_the_longest() -> None:
+    assert kernels.ragged_lens(1, 100) == (100,)
+    assert kernels.ragged_lens(3, 100) == (0, 1, 100)
+    lens = kernels.ragged_lens(16, 1000)
+    assert lens[:5] == (0, 1, 63, 64, 65) and lens[-1] == 1000 and len(lens) == 16 and max(lens) == 1000
 
 
 def test_sample_spreads_and_keeps_the_last() -> None:

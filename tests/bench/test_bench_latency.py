@@ -37,7 +37,7 @@ def test_measure_runs_contestants_in_turn_after_a_warm_up() -> None:
     settings = LatencySettings(batches=(1, 2), max_tokens=4, num_prompts=2, repetitions=2)
     rows = measure(contestants, {1: [[1], [2]], 2: [[1], [2]]}, settings, lambda text: None)
     once = [(PLAIN, 1), (PLAIN, 1), ("other", 1), ("other", 1), (PLAIN, 2), ("other", 2)]
-    assert log == [(PLAIN, 1), ("other", 1), *once, *once]
+    assert log == [(PLAIN, 1), ("other", 1), (PLAIN, 2), ("other", 2), *once, *once]
     assert [(r.engine, r.batch, len(r.all_tokens_per_s)) for r in rows] == [
         *[(PLAIN, 1, 2), ("other", 1, 2), (PLAIN, 2, 2), ("other", 2, 2)]
     ]

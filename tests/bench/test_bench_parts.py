@@ -62,13 +62,21 @@ def test_idle_share_counts_gaps_once_where_work_overlaps() -> None:
     assert idle_share([event(0, 10), event(5, 2), event(8, 4), event(16, 4)]) == pytest.approx(4 / 20)
 
 
-def test_label_by_order_refuses_another_sequence() -> None:
-    eager = [DeviceEvent("a", ("verify", "moe"), 0, 5), DeviceEvent("b", ("verify", "rest"), 9, 5)]
-    replayed = [DeviceEvent("a", ("rest", "rest"), 0, 1), DeviceEvent("b", ("rest", "rest"), 1, 2)]
+def test_label_by_order_takes_the_parts_of_the_same_sequence() -> None:
+    eager = [DeviceEvent(f"k{i % 7}", ("verify", f"kind {i // 5}"), 9.0 * i, 5) for i in range(30)]
+    replayed = [DeviceEvent(e.name, ("rest", "rest"), i, 1) for i, e in enumerate(eager)]
     labelled = label_by_order(replayed, eager)
-    assert labelled is not None
-    assert sum_parts(labelled) == {("verify", "moe"): 1, ("verify", "rest"): 2}
-    assert label_by_order(replayed[:1], eager) is None
+    assert labelled is not None and [e.part for e in labelled] == [e.part for e in eager]
+    assert all(e.duration_us == 1 for e in labelled)
+
+
+def test_label_by_order_bridges_a_foreign_kernel_and_refuses_many() -> None:
+    eager = [DeviceEvent(f"k{i}", ("verify", f"kind {i // 5}"), 9.0 * i, 5) for i in range(30)]
+    replayed = [DeviceEvent(e.name, ("rest", "rest"), i, 1) for i, e in enumerate(eager)]
+    replayed[7] = DeviceEvent("another", ("rest", "rest"), 7, 2)
+    labelled = label_by_order(replayed, eager)
+    assert labelled is not None and labelled[7].part == ("verify", "kind 1")
+    assert label_by_order([DeviceEvent(f"x{i}", ("rest", "rest"), i, 1) for i in range(30)], eager) is None
 
 
 def test_wrapped_restores_every_function() -> None:

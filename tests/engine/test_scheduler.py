@@ -176,6 +176,39 @@ def test_commit_nan_ends_that_request_alone():
         assert request.output_token_ids == expected_output(request)
 
 
+def test_schedule_asks_the_chooser_once_a_round_and_commit_tells_it_every_row():
+    class Chooser:
+        def __init__(self):
+            self.batches, self.counted = [], []
+
+        def choose(self, batch):
+            self.batches.append(batch)
+            return len(self.batches) % 3
+
+        def count(self, shape, accepted_by_shape):
+            self.counted.append((shape, accepted_by_shape))
+
+    engine, runner = make_engine(num_pages=90, seed=1)
+    chooser = engine.scheduler.chooser = Chooser()
+    for i in (1, 2):
+        engine.scheduler.add(make_request(i, 5, 12))
+    plans, launch = [], runner.launch
+
+    def launch_shaped(plan):
+        plans.append(plan)
+        rows = launch(plan).rows
+        return StepResult(rows=tuple(replace(r, shape=plan.shape, accepted_by_shape=(2, 1, 0)) for r in rows))
+
+    runner.launch = launch_shaped
+    while not engine.is_idle:
+        engine.step()
+    rounds = [plan for plan in plans if plan.decodes]
+    assert chooser.batches == [len(plan.decodes) for plan in rounds]
+    assert [plan.shape for plan in rounds] == [(i + 1) % 3 for i in range(len(rounds))]
+    assert chooser.counted == [(plan.shape, (2, 1, 0)) for plan in rounds for _ in plan.decodes]
+    assert engine.scheduler.acceptance.num_rounds == sum(len(p.decodes) for p in rounds if p.shape == 0)
+
+
 def test_check_integrity_planted_leak_is_noticed():
     engine, _ = make_engine(num_pages=30, seed=0)
     engine.scheduler.kv.reserve(3, 9)

@@ -108,10 +108,10 @@ def test_chooser_settles_on_the_shape_that_brute_force_finds(right: float, name:
 def test_chooser_never_costs_much_beside_no_tree() -> None:
     times = TIMES["everything dear"]
     chosen = drive(ShapeChooser(SHAPES, {8: times}), Simulated(0.3, HELD), 8, 3000)
-    assert chosen[:5] == [0] * 4 + [4]  # the largest until 32 sequences' rounds are counted
-    spent = sum(times[i] for i in chosen[5:])
-    assert spent < 1.02 * len(chosen[5:])
-    assert set(chosen[5:]) == {0, 1, 2, 3, 4}
+    assert chosen[:9] == [0] * 8 + [4]  # the largest until 64 sequences' rounds are counted
+    spent = sum(times[i] for i in chosen[9:])
+    assert spent < 1.02 * len(chosen[9:])
+    assert set(chosen[9:]) == {0, 1, 2, 3, 4}
 
 
 def test_chooser_follows_text_that_changes() -> None:
@@ -125,7 +125,7 @@ def test_chooser_follows_text_that_changes() -> None:
 
 
 def test_chooser_asks_for_the_largest_now_and_then() -> None:
-    chosen = drive(ShapeChooser(SHAPES, {1: TIMES["draft and verify cheap"]}), Simulated(0.02, HELD), 1, 300)[40:]
+    chosen = drive(ShapeChooser(SHAPES, {1: TIMES["draft and verify cheap"]}), Simulated(0.02, HELD), 1, 400)[80:]
     probes = [i for i, shape in enumerate(chosen) if shape == 0]
     assert len(probes) > 2
     # The largest takes 1.3 of no tree's time: 0.005 of the time is one such round in 60.

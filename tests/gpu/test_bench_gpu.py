@@ -22,10 +22,12 @@ def test_ceilings_are_those_of_a_gpu():
 
 
 def test_kernels_of_every_backend_are_accurate():
-    settings = KernelSettings(heads=(16,), tokens=(1, 8), batches=(2,), lengths=(100, 1024), repetitions=3)
+    settings = KernelSettings(heads=(16,), tokens=(1, 8), batches=(2, 7), lengths=(100,), ragged=True, repetitions=3)
     rows = run_kernels(settings, torch.device("cuda")).rows
     assert {r.kernel for r in rows if r.us} >= {"torch"}
-    assert [r for r in rows if not r.skipped and not r.is_accurate] == []
+    # Twice a bfloat16 output's own rounding, 2^-8: merged parts are rounded more than once.
+    wrong = [r for r in rows if not r.skipped and not (r.is_finite and r.max_error < 2**-7 and r.lse_error < 1e-4)]
+    assert wrong == []
 
 
 def test_round_parts_add_up_to_the_round():

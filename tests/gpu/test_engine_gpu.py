@@ -49,14 +49,14 @@ def test_launch_of_a_round_does_not_wait_for_the_device(demo_prompts, params):
     llm = make_llm(dtype="bfloat16", speculative=SpeculativeConfig(4, 4, 12))
     launch, num_rounds = llm.runner._launch_round, 0
 
-    def watched(rows):
+    def watched(rows, shape):
         nonlocal num_rounds
         num_rounds += 1
         if num_rounds < 3:  # tables and kernels are made at first use
-            return launch(rows)
+            return launch(rows, shape)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(rows)
+            return launch(rows, shape)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -90,12 +90,12 @@ def test_capture_leaves_shared_buffers_unchanged(captured, prompts):
 def test_launch_of_a_replayed_round_does_not_wait_for_the_device(captured, prompts, params):
     launch, num_rounds = captured.runner._launch_round, 0
 
-    def watched(rows):
+    def watched(rows, shape):
         nonlocal num_rounds
         num_rounds += 1
         torch.cuda.set_sync_debug_mode("error" if num_rounds > 2 else "default")
         try:
-            return launch(rows)
+            return launch(rows, shape)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

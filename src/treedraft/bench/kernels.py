@@ -6,6 +6,7 @@ chains of the same size (bench.peers). All see the same random pages; what no ro
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from treedraft.kv.allocator import NUM_RESERVED_PAGES, TRASH_PAGE
 from treedraft.kv.page_table import slots_of
 
 SCALE = 192**-0.5
+EDGE_LENS = (0, 1, 63, 64, 65)
 SPARE_PAGES = 3  # owned by nobody, full of NaN
 MATERIALISING = ("treedraft.attention.reference", "treedraft.attention.packed_torch")  # hold all scores in float32
 ORACLE_BYTES = 1 << 30  # of one sequence's float64 scores: more rows are sampled
@@ -46,6 +48,7 @@ class KernelSettings:
     kinds: tuple[str, ...] = (CHAIN, TREE)
     backends: tuple[str, ...] = ()  # (): all that can
     compare: tuple[str, ...] = ()  # names of bench.peers
+    ragged: bool = False  # lengths up to the one named, among them 0, 1, 63, 64 and 65; else all of that length
     page_size: int = 64
     latent: int = 512
     rope: int = 64
@@ -73,7 +76,8 @@ class Case:
     kv: Tensor  # [slots, latent + rope] bfloat16
     q: Tensor  # [B, R, h, latent + rope] bfloat16
     page_table: Tensor  # [B, W] int32
-    kv_lens: Tensor  # [B] int64
+    lens: tuple[int, ...]  # committed positions of each sequence
+    kv_lens: Tensor  # [B] int64: the same
     tail_slots: Tensor  # [B, R] int64
     ancestor_bits: Tensor  # [B, R, words] int64
     page_size: int
@@ -102,6 +106,9 @@ class KernelRow:
     max_error: float | None = None  # of all sampled rows the largest max |o - ref| / max |ref|
     rms_error: float | None = None  # RMS(o - ref) / RMS(ref)
     lse_error: float | None = None  # largest |lse - ref|
+    rounding: float | None = (
+        None  # max_error of the reference itself, rounded to the output's dtype: no kernel has less
+    )
     is_finite: bool | None = None  # every element of the output
     is_accurate: bool | None = None
 
@@ -124,7 +131,18 @@ class KernelResult:
         table = Table(box=None)
         for i, name in enumerate(("heads", "batch", "L", "tokens", "kind", "kernel")):
             table.add_column(name, justify="left" if i > 3 else "right")
-        for name in ("us", "floor", "roofline", "TFLOP/s", "GB/s", "plan us", "max err", "rms err", "lse err"):
+        for name in (
+            "us",
+            "floor",
+            "roofline",
+            "TFLOP/s",
+            "GB/s",
+            "plan us",
+            "max err",
+            "rounding",
+            "rms err",
+            "lse err",
+        ):
             table.add_column(name, justify="right")
         for r in self.rows:
             key = (str(r.heads), str(r.batch), _short(r.length), str(r.tokens), r.kind, r.kernel)
@@ -136,7 +154,8 @@ class KernelResult:
                 *key,
                 *(_text(r.us, ".1f"), _text(r.floor_us, ".1f"), _text(r.roofline, ".2f")),
                 *(_text(r.tflops, ".0f"), _text(r.gbps, ".0f"), _text(r.plan_us, ".1f")),
-                *(_text(r.max_error, ".1e") + mark, _text(r.rms_error, ".1e"), _text(r.lse_error, ".1e")),
+                *(_text(r.max_error, ".1e") + mark, _text(r.rounding, ".1e")),
+                *(_text(r.rms_error, ".1e"), _text(r.lse_error, ".1e")),
             )
         c = self.ceilings
         product = "-" if c.matmul_flop_per_s is None else f"{c.matmul_flop_per_s / 1e12:.0f} TFLOP/s"
@@ -187,10 +206,11 @@ def cases(settings: KernelSettings, device: torch.device) -> Iterator[Case]:
             table, num_slots = random_pages(batch, length + most, settings.page_size, device)
             pool = torch.empty(num_slots, width, dtype=torch.bfloat16, device=device)
             pool.normal_(generator=generator)
+            lens = ragged_lens(batch, length) if settings.ragged else (length,) * batch
+            kv_lens = torch.tensor(lens, device=device)
             for tokens in settings.tokens:
-                kv_lens = torch.full((batch,), length, dtype=torch.int64, device=device)
                 tail_slots = slots_of(table, kv_lens[:, None] + torch.arange(tokens, device=device), settings.page_size)
-                hide_unseen(pool, table, length, tokens, settings.page_size, generator)
+                hide_unseen(pool, table, kv_lens, tail_slots, settings.page_size, generator)
                 for heads in settings.heads:
                     q = torch.randn(
                         batch, tokens, heads, width, generator=generator, device=device, dtype=torch.bfloat16
@@ -202,6 +222,7 @@ def cases(settings: KernelSettings, device: torch.device) -> Iterator[Case]:
                             kv=pool,
                             q=q,
                             page_table=table,
+                            lens=lens,
                             kv_lens=kv_lens,
                             tail_slots=tail_slots,
                             ancestor_bits=tree.ancestor_bits,
@@ -224,23 +245,30 @@ def random_pages(batch: int, length: int, page_size: int, device: torch.device) 
     return table.to(device), (batch * owned + SPARE_PAGES + NUM_RESERVED_PAGES) * page_size
 
 
+def ragged_lens(batch: int, longest: int) -> tuple[int, ...]:
+    """Lengths up to `longest`, which comes last; the edges first, then at random."""
+    rng = random.Random(batch + longest)
+    edges = [n for n in EDGE_LENS if n < longest][: batch - 1]
+    return (*edges, *(rng.randint(0, longest) for _ in range(batch - 1 - len(edges))), longest)
+
+
 def hide_unseen(
-    pool: Tensor, table: Tensor, length: int, tokens: int, page_size: int, generator: torch.Generator
+    pool: Tensor, table: Tensor, kv_lens: Tensor, tail_slots: Tensor, page_size: int, generator: torch.Generator
 ) -> None:
     """Fill what no row may see with NaN: pages of nobody, the trash page, slots behind the tree. Page 0 holds zeros.
 
-    The pages from position `length` on are made anew: a call for fewer tokens may have hidden slots of theirs.
+    The tree's slots [B, R] are made anew: a call for fewer rows may have hidden some.
     """
-    pages = pool.view(-1, page_size, pool.shape[1])
-    first, covered = length // page_size, -(-(length + tokens) // page_size)
+    pages, owned = pool.view(-1, page_size, pool.shape[1]), table[:, :-1].long()
     is_owned = torch.zeros(len(pages), dtype=torch.bool, device=pool.device)
-    is_owned[table[:, :covered].flatten().long()] = True
-    is_owned[TRASH_PAGE] = False
+    is_owned[owned.flatten()] = True
     pages.masked_fill_(~is_owned[:, None, None], torch.nan)
-    shape = (len(table), (covered - first) * page_size, pool.shape[1])
-    fresh = torch.randn(shape, generator=generator, device=pool.device, dtype=pool.dtype)
-    fresh[:, length + tokens - first * page_size :] = torch.nan
-    pages[table[:, first:covered].flatten().long()] = fresh.view(-1, page_size, pool.shape[1])
+    offsets = torch.arange(page_size, device=pool.device)
+    slots = (owned[..., None] * page_size + offsets).flatten(1)
+    is_behind = torch.arange(slots.shape[1], device=pool.device) >= (kv_lens + tail_slots.shape[1])[:, None]
+    pool.index_fill_(0, slots[is_behind], torch.nan)
+    fresh = torch.randn((tail_slots.numel(), pool.shape[1]), generator=generator, device=pool.device, dtype=pool.dtype)
+    pool.index_copy_(0, tail_slots.flatten(), fresh)
     pages[0] = 0
 
 
@@ -296,7 +324,7 @@ def _row(
     num_bytes, flop = work(case)
     floor_s = ceilings.floor_s(num_bytes, flop)
     is_memory = floor_s == num_bytes / ceilings.copy_bytes_per_s
-    max_error, rms_error, lse_error = errors(case, out, lse)
+    max_error, rms_error, lse_error, rounding = errors(case, out, lse)
     return KernelRow(
         kernel=name,
         **asdict(case.shape),
@@ -311,6 +339,7 @@ def _row(
         max_error=max_error,
         rms_error=rms_error,
         lse_error=lse_error,
+        rounding=rounding,
         is_finite=bool(out.isfinite().all()),
         is_accurate=bool(out.isfinite().all())
         and max_error <= MAX_ERROR
@@ -322,32 +351,40 @@ def _row(
 def work(case: Case) -> tuple[float, float]:
     """Bytes that must move, each once (KV, queries, outputs), and operations: of every visible pair of row and slot."""
     s, width = case.shape, case.kv.shape[1]
-    visible = float(unpack_bits(case.ancestor_bits, s.tokens).sum()) + s.batch * s.tokens * s.length
+    visible = float(unpack_bits(case.ancestor_bits, s.tokens).sum()) + s.tokens * sum(case.lens)
     flop = 2 * (width + case.latent) * s.heads * visible
     rows = s.batch * s.tokens * s.heads
-    slots = s.batch * (s.length + s.tokens)
+    slots = sum(case.lens) + s.batch * s.tokens
     return case.kv.itemsize * (slots * width + rows * (width + case.latent)), flop
 
 
 # ------------------------------------------------------------------ the oracle
 
 
-def errors(case: Case, out: Tensor, lse: Tensor) -> tuple[float, float, float]:
+def errors(case: Case, out: Tensor, lse: Tensor) -> tuple[float, float, float, float]:
     """Compare out [B, R, h, latent] and lse [B, R, h] with float64 on the same inputs, on a sample of rows.
 
-    Returns the largest max |o - ref| / max |ref| of a row, RMS(o - ref) / RMS(ref), the largest |lse - ref|.
+    Returns the largest max |o - ref| / max |ref| of a row, RMS(o - ref) / RMS(ref), the largest |lse - ref|, and the
+    first of these for the reference rounded to out's dtype.
     """
-    largest = lse_error = squares = reference_squares = 0.0
-    for b in sample(case.shape.batch, ORACLE_SEQUENCES):
+    largest = rounding = lse_error = squares = reference_squares = 0.0
+    sequences = {*sample(case.shape.batch, ORACLE_SEQUENCES), *(b for b, n in enumerate(case.lens) if n in EDGE_LENS)}
+    for b in sorted(sequences):
         per_row = 8 * case.shape.heads * (case.shape.length + case.shape.tokens)
         rows = torch.tensor(sample(case.shape.tokens, max(1, ORACLE_BYTES // per_row)), device=out.device)
         expected, expected_lse = oracle(case, b, rows)
         difference = out[b, rows].double() - expected
-        largest = _larger(largest, float((difference.abs().amax(-1) / expected.abs().amax(-1)).max()))
+        largest = _larger(largest, _relative(difference, expected))
+        rounding = _larger(rounding, _relative(expected.to(out.dtype).double() - expected, expected))
         squares += float(difference.square().sum())
         reference_squares += float(expected.square().sum())
         lse_error = _larger(lse_error, float((lse[b, rows].double() - expected_lse).abs().max()))
-    return largest, (squares / reference_squares) ** 0.5, lse_error
+    return largest, (squares / reference_squares) ** 0.5, lse_error, rounding
+
+
+def _relative(difference: Tensor, expected: Tensor) -> float:
+    """The largest, over rows, of the largest difference by the largest number expected."""
+    return float((difference.abs().amax(-1) / expected.abs().amax(-1)).max())
 
 
 def _larger(a: float, b: float) -> float:
@@ -357,13 +394,13 @@ def _larger(a: float, b: float) -> float:
 
 def oracle(case: Case, b: int, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Attend rows [n] of sequence b in float64: out [n, h, latent], lse [n, h]."""
-    s = case.shape
-    positions = torch.arange(s.length + s.tokens, device=rows.device)[None]
+    s, length = case.shape, case.lens[b]
+    positions = torch.arange(length + s.tokens, device=rows.device)[None]
     slots = slots_of(case.page_table[b : b + 1], positions, case.page_size)[0]
     keys = case.kv[slots].double()
-    scores = torch.matmul(case.q[b, rows].double(), keys.t()).mul_(SCALE)  # [n, h, length + tokens]
+    scores = torch.matmul(case.q[b, rows].double(), keys.t()).mul_(SCALE)  # [n, h, slots]
     is_hidden = unpack_bits(case.ancestor_bits[b, rows], s.tokens) == 0
-    scores[..., s.length :].masked_fill_(is_hidden[:, None], -torch.inf)
+    scores[..., length:].masked_fill_(is_hidden[:, None], -torch.inf)
     lse = scores.logsumexp(-1)
     return torch.matmul(scores.sub_(lse[..., None]).exp_(), keys[:, : case.latent]), lse
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from treedraft.cli.prompts import PromptLine
     from treedraft.config import SpeculativeConfig
 
+WARM_UP_TOKENS = 32  # a CPU records a round after 16 of its kind
 PLAIN, SPECULATIVE, AUTO = "treedraft", "treedraft, tree", "treedraft, auto"
 
 
@@ -205,8 +206,9 @@ def measure(
     texts: dict[tuple[str, int, float], list[list[int]]] = {}
     rounds: dict[tuple[str, int, float], int] = {}
     points = [(temperature, batch) for temperature in settings.temperatures for batch in settings.batches]
-    for contestant in contestants:
-        contestant.run(prompts[settings.batches[0]][:1], min(16, settings.max_tokens), settings.temperatures[0])
+    for batch in settings.batches:
+        for contestant in contestants:
+            contestant.run(prompts[batch][:batch], min(WARM_UP_TOKENS, settings.max_tokens), settings.temperatures[0])
 
     def able(temperature: float) -> list[Contestant]:
         return [c for c in contestants if temperature == 0 or c.name != Transformers.name]

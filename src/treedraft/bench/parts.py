@@ -13,7 +13,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 REST = "rest"
 MARK = "part:"  # begins the name of every range in the trace
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+MOST_FOREIGN = 0.1
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 # (module, class or "", function, step of the round or "", kind of work or "")
@@ -191,10 +193,22 @@ def sum_parts(events: Iterable[DeviceEvent]) -> dict[tuple[str, str], float]:
 
 
 def label_by_order(replayed: list[DeviceEvent], eager: list[DeviceEvent]) -> list[DeviceEvent] | None:
-    """Give a replayed round's work the parts of the same round run eagerly, kernel by kernel; None if they differ."""
-    if [e.name for e in replayed] != [e.name for e in eager]:
+    """Give a replayed round's work the parts of the same round run eagerly: the same kernels in the same order.
+
+    Where the two differ a little (a library may pick another kernel while it is captured), the replay's own work takes
+    the part of what ran before it. None where they differ in more than MOST_FOREIGN of the replay.
+    """
+    blocks = SequenceMatcher(
+        None, [e.name for e in eager], [e.name for e in replayed], autojunk=False
+    ).get_matching_blocks()
+    parts = {block.b + i: eager[block.a + i].part for block in blocks for i in range(block.size)}
+    if len(parts) < (1 - MOST_FOREIGN) * len(replayed):
         return None
-    return [DeviceEvent(r.name, e.part, r.start_us, r.duration_us) for r, e in zip(replayed, eager, strict=True)]
+    labelled: list[DeviceEvent] = []
+    for i, event in enumerate(replayed):
+        before = labelled[-1].part if labelled else (REST, REST)
+        labelled.append(replace(event, part=parts.get(i, before)))
+    return labelled
 
 
 def idle_share(events: list[DeviceEvent]) -> float:

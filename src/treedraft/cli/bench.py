@@ -173,6 +173,9 @@ def kernels(
     compare: Annotated[
         str, typer.Option(help="Kernels of other projects beside, on chains: flashmla, flashinfer.")
     ] = "",
+    ragged: Annotated[
+        bool, typer.Option("--ragged", help="Lengths up to the one named, among them 0, 1, 63, 64 and 65.")
+    ] = False,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens in a page of KV.")] = 64,
     latent: Annotated[int, typer.Option(min=1, help="Width of the latent.")] = 512,
     rope: Annotated[int, typer.Option(min=1, help="Width of the roped key.")] = 64,
@@ -197,6 +200,7 @@ def kernels(
         kinds=_parse_names(kind),
         backends=_parse_names(backend),
         compare=_parse_names(compare),
+        ragged=ragged,
         page_size=page_size,
         latent=latent,
         rope=rope,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from treedraft.config import SpeculativeConfig
 
-WARM_UP_ROWS = 32  # sequences' rounds of the largest shape before anything is chosen
+WARM_UP_ROWS = 64  # sequences' rounds of the largest shape before anything is chosen
 MEMORY_ROWS = 100  # a sequence's round counts e times less after so many more
 PROBE_EVERY = 32  # rounds after which a larger shape is used once, since smaller ones say nothing about it
 PROBE_COST = 0.005  # share of the time that such rounds of one shape may add: where they are slow they are rarer

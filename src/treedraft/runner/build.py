@@ -26,14 +26,13 @@ from treedraft.models.layers import Products, pack_matrices
 from treedraft.models.registry import draft_head_config, load_draft_head, load_model, model_class
 from treedraft.runner.capture import RECORD_AFTER, CapturedRounds, can_capture
 from treedraft.runner.drafter import EagleDrafter, chain_bits
-from treedraft.runner.graphs import bucket_sizes, init_graph_state
+from treedraft.runner.graphs import init_graph_state
 from treedraft.runner.operators import make_operators
 from treedraft.runner.round import Target
 from treedraft.runner.runner import Runner
-from treedraft.runner.shapes import median_s, shape_limits, shaped_round, timing_rows
+from treedraft.runner.shapes import shape_limits, shaped_round, time_shapes
 from treedraft.runner.state import DeviceState
 from treedraft.runner.workspace import round_bytes
-from treedraft.types import DecodeRow
 from treedraft.weights.loader import CHECKPOINT_FILES, METADATA_FILES, read_config, resolve_folder
 
 DEFAULT_KV_BYTES = 1 << 30  # CPU pools are never larger unless asked for
@@ -274,46 +273,14 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
             "capture 'on' records rounds on a CPU, with the torch attention backend and without static buffers; "
             f"the device is {config.device}, the backend {config.attention_backend}: use 'auto' or 'off'"
         )
-    round_times = time_shapes(runner, config) if runner.smaller else {}
+    round_times: dict[int, tuple[float, ...]] = {}
+    if runner.smaller and speculative is not None:
+        assert config.max_context is not None
+        round_times = time_shapes(runner, offered_shapes(speculative), config.max_batch, config.max_context)
     notes = (*layout.notes, note, *graph_notes, *shape_notes(config, round_times))
     sizes = {record.name: record.bytes for record in buffers.records if record.kind == "kv"}
     vocab_size, eos_token_ids = layout.model.vocab_size, layout.model.eos_token_ids
     return Built(runner, kv, config, vocab_size, eos_token_ids, notes, sizes, round_times)
-
-
-@torch.inference_mode()
-def time_shapes(runner: Runner, config: EngineConfig) -> dict[int, tuple[float, ...]]:
-    """Measure a round of every offered shape at every batch bucket: seconds by shape, by batch size. Syncs.
-
-    The sequences have random roots and recycled states, hence random trees: a mixture of experts then reads about as
-    many experts as for text. They have nothing committed and own no page: what attention takes for a long context,
-    about the same for every shape, is left out.
-    """
-    assert config.speculative is not None
-    state, shapes = runner.state, offered_shapes(config.speculative)
-    generator = torch.Generator(runner.device).manual_seed(0)
-    vocab_size = runner.target.model.config.vocab_size
-    roots = torch.randint(0, vocab_size, state.roots.shape, generator=generator, device=runner.device)
-    hidden = torch.randn(
-        state.draft_hidden.shape, generator=generator, device=runner.device, dtype=state.draft_hidden.dtype
-    )
-    times: dict[int, tuple[float, ...]] = {}
-    for size in bucket_sizes(config.max_batch):
-        seconds = []
-        for index, shape in enumerate(shapes):
-            rows = timing_rows(size, shape)
-
-            def run(rows: tuple[DecodeRow, ...] = rows, index: int = index) -> None:
-                state.kv_lens.zero_()
-                state.roots.copy_(roots)
-                state.draft_hidden.copy_(hidden)
-                runner.run_rows(rows, index)
-
-            seconds.append(median_s(run, runner.device))
-        times[size] = tuple(seconds)
-    for tensor in (state.kv_lens, state.roots, state.draft_hidden):
-        tensor.zero_()
-    return times
 
 
 def shape_notes(config: EngineConfig, times_s: dict[int, tuple[float, ...]]) -> tuple[str, ...]:

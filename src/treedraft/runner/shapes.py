@@ -6,10 +6,11 @@ tree the head still extends its KV: every committed position has its draft row, 
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +24,11 @@ from treedraft.runner.round import single_node
 from treedraft.speculative.sampling import SamplingRows
 from treedraft.types import DecodeRow, DraftTree, SamplingParams
 
-TIMED_RUNS = 3
+if TYPE_CHECKING:
+    from treedraft.runner.runner import Runner
+
+TIMED_COLUMNS = 256  # prefix columns of rounds that are timed without graphs
+TIMED_RUNS = 5
 WARM_UP_RUNS = 2
 
 
@@ -59,23 +64,83 @@ def shape_limits(shapes: Sequence[SpeculativeConfig | None], buffers: Buffers) -
     return limits.copy_(torch.tensor(sizes).t())
 
 
-def timing_rows(batch: int, shape: SpeculativeConfig | None) -> tuple[DecodeRow, ...]:
-    """Rows of the first slots, greedy, with nothing committed."""
+@torch.inference_mode()
+def time_shapes(
+    runner: Runner, shapes: Sequence[SpeculativeConfig | None], max_batch: int, max_context: int
+) -> dict[int, tuple[float, ...]]:
+    """Measure a round of every shape by batch size: seconds by shape. Syncs. The engine must be idle.
+
+    Of captured graphs, every bucket. Elsewhere of one sequence and of a full batch, as a round runs there (on a CPU its
+    record), and what lies between by a straight line.
+
+    The sequences have random roots and recycled states, hence random trees: a mixture of experts then reads about as
+    many experts as for text. They have nothing committed and own no page: what attention takes for a long context,
+    about the same for every shape, is left out.
+    """
+    graphs, state = runner.graphs, runner.state
+    generator = torch.Generator(runner.device).manual_seed(0)
+    vocab_size, hidden = runner.target.model.config.vocab_size, torch.empty_like(state.draft_hidden)
+    roots = torch.randint(0, vocab_size, state.roots.shape, generator=generator, device=runner.device)
+    hidden.normal_(generator=generator)
+    sizes = graphs.buckets if graphs is not None else tuple(sorted({1, max_batch}))
+
+    def run(rows: tuple[DecodeRow, ...], index: int) -> float:
+        state.kv_lens.zero_()
+        state.roots.copy_(roots)
+        state.draft_hidden.copy_(hidden)
+        return seconds_of(lambda: runner.run_rows(rows, index), runner.device)
+
+    times: dict[int, tuple[float, ...]] = {}
+    for size in sizes:
+        rows = [timing_rows(size, shape, min(TIMED_COLUMNS, max_context)) for shape in shapes]
+        for index in range(len(shapes)):
+            with recorded_at_once(runner.at_shape(index)):
+                for _ in range(WARM_UP_RUNS):
+                    run(rows[index], index)
+        # In turn, and the best of each: what else the machine does must not look like a shape's cost.
+        every = [[run(rows[index], index) for index in range(len(shapes))] for _ in range(TIMED_RUNS)]
+        times[size] = tuple(min(of_shape) for of_shape in zip(*every, strict=True))
+    for tensor in (state.kv_lens, state.roots, state.draft_hidden):
+        tensor.zero_()
+    return times if graphs is not None else between(times)
+
+
+def between(times: dict[int, tuple[float, ...]]) -> dict[int, tuple[float, ...]]:
+    """Fill in every batch size from the smallest measured one to the largest, by a straight line."""
+    low, high = min(times), max(times)
+
+    def at(size: int) -> tuple[float, ...]:
+        share = (size - low) / max(high - low, 1)
+        return tuple(a + (b - a) * share for a, b in zip(times[low], times[high], strict=True))
+
+    return {size: at(size) for size in range(low, high + 1)}
+
+
+@contextmanager
+def recorded_at_once(at: ShapedRound) -> Iterator[None]:
+    """Let rounds be recorded on a CPU after the first one, not only once they have paid for it."""
+    if at.captured is None:
+        yield
+        return
+    usual, at.captured.record_after = at.captured.record_after, 1
+    try:
+        yield
+    finally:
+        at.captured.record_after = usual
+
+
+def timing_rows(batch: int, shape: SpeculativeConfig | None, max_kv_len: int) -> tuple[DecodeRow, ...]:
+    """Rows of the first slots, greedy, with nothing committed. max_kv_len: prefix columns, where they can be chosen."""
     nodes, params = 1 if shape is None else shape.num_draft_tokens, SamplingParams(temperature=0)
-    return tuple(DecodeRow(slot, slot, 0, nodes, params, is_exact=True) for slot in range(batch))
+    return tuple(DecodeRow(slot, slot, max_kv_len, nodes, params, is_exact=True) for slot in range(batch))
 
 
-def median_s(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, the median of some. Syncs."""
-    for _ in range(WARM_UP_RUNS):
-        run()
-    seconds = []
-    for _ in range(TIMED_RUNS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run. Syncs."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
