@@ -81,6 +81,15 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("float32", "bfloat16"),
         has_interpreter=True,
     ),
+    "flashmla": Backend(
+        module="treedraft.attention.flashmla",
+        class_name="FlashMlaAttention",
+        devices=("cuda",),
+        dtypes=("bfloat16",),
+        gqa=False,
+        page_sizes=(64,),
+        latent_dims=((512, 64),),
+    ),
     "flashinfer": Backend(
         module="treedraft.attention.flashinfer",
         class_name="FlashInferAttention",

@@ -55,7 +55,7 @@ SIZES = (
     "tail",
     "tree_len",
 )
-COMBINE_PARTS = 8  # parts that the combine reads at once
+COMBINE_PARTS = 32  # parts that the combine reads at once: a round of loads takes as long for one
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def plan_splits_triton(kv_lens: Tensor, tail: int, block_n: int, groups: int, mi
             min_tiles,
             BLOCK_N=block_n,
             GROUPS=triton.next_power_of_2(groups + 1),
-            SEQUENCES=min(64, triton.next_power_of_2(len(kv_lens))),
-            num_warps=4,
+            SEQUENCES=16,
+            num_warps=8,
         )
     return Splits(starts, parts, tail, block_n)
 
@@ -139,47 +139,42 @@ def split_kernel(
 ):
     total = tl.zeros([], tl.int32)
     for first in range(0, batch, SEQUENCES):
-        b = first + tl.arange(0, SEQUENCES)
-        tiles = (tl.load(kv_lens + b, mask=b < batch, other=0).to(tl.int32) + tail + BLOCK_N - 1) // BLOCK_N
-        total += tl.sum(tl.where(b < batch, tl.maximum(tiles, 1) + SEQUENCE_COST, 0))
+        total += tl.sum(cost_of(kv_lens, first + tl.arange(0, SEQUENCES), batch, tail, BLOCK_N))
     share = tl.maximum((total + groups - 1) // groups, min_tiles)
     group = tl.arange(0, GROUPS)
-    wanted = group * share  # a share of at most 2^31 / groups tiles
-    sequence = tl.full([GROUPS], 0, tl.int32) + batch
-    tile = tl.zeros([GROUPS], tl.int32)
+    wanted = group * share  # where a group begins, in tiles of all sequences joined, costs included
+    sequence = tl.zeros([GROUPS], tl.int32)
+    begin = tl.zeros([GROUPS], tl.int32)  # of that sequence
     before = tl.zeros([], tl.int32)
-    for first in range(0, batch, SEQUENCES):
-        b = first + tl.arange(0, SEQUENCES)
-        tiles = (tl.load(kv_lens + b, mask=b < batch, other=0).to(tl.int32) + tail + BLOCK_N - 1) // BLOCK_N
-        tiles = tl.maximum(tiles, 1)
-        cost = tl.where(b < batch, tiles + SEQUENCE_COST, 0)
-        begin = before + tl.cumsum(cost, 0) - cost
-        offset = wanted[:, None] - begin[None, :]
-        is_inside = (offset >= 0) & (offset < cost[None, :])
-        # A group that would begin in the sequence's own cost, or one tile after it, takes the whole sequence.
-        at = offset - SEQUENCE_COST
-        at = tl.where(at <= 1, 0, at)
-        sequence += tl.sum(tl.where(is_inside, b[None, :] - batch, 0), 1)
-        tile += tl.sum(tl.where(is_inside, at, 0), 1)
-        before += tl.sum(cost)
-    is_group = group <= groups
-    tl.store(starts + group * 2, sequence, mask=is_group)
-    tl.store(starts + group * 2 + 1, tile, mask=is_group)
     num_cut = tl.zeros([], tl.int32)
     for first in range(0, batch, SEQUENCES):
         b = first + tl.arange(0, SEQUENCES)
-        is_real = (group < groups)[:, None]
-        is_earlier = sequence[:, None] < b[None, :]
-        at_begin = (sequence[:, None] == b[None, :]) & (tile[:, None] == 0)
-        first_group = tl.sum((is_real & (is_earlier | at_begin)).to(tl.int32), 0) - 1
-        last_group = tl.sum((is_real & (sequence[:, None] <= b[None, :])).to(tl.int32), 0) - 1
-        num_parts = last_group - first_group + 1
-        is_cut = (num_parts > 1).to(tl.int32)
+        cost = cost_of(kv_lens, b, batch, tail, BLOCK_N)
+        end = before + tl.cumsum(cost, 0)
+        is_over = (end[None, :] <= wanted[:, None]) & (b < batch)[None, :]
+        sequence += tl.sum(is_over.to(tl.int32), 1)
+        begin = tl.maximum(begin, tl.max(tl.where(is_over, end[None, :], 0), 1))
+        # Groups that begin in a sequence, up to its second tile, take its first one; others come behind.
+        at_first = tl.minimum(end - cost + SEQUENCE_COST + 2, end)
+        first_group = tl.minimum((at_first + share - 1) // share, groups) - 1
+        last_group = tl.minimum((end + share - 1) // share, groups) - 1
+        is_cut = (last_group > first_group).to(tl.int32)
         # Groups and cut sequences only grow: their sum is a place of its own for each partial result.
-        tl.store(parts + b * 3, num_parts, mask=b < batch)
+        tl.store(parts + b * 3, last_group - first_group + 1, mask=b < batch)
         tl.store(parts + b * 3 + 1, first_group, mask=b < batch)
         tl.store(parts + b * 3 + 2, num_cut + tl.cumsum(is_cut, 0) - is_cut, mask=b < batch)
         num_cut += tl.sum(tl.where(b < batch, is_cut, 0))
+        before += tl.sum(cost)
+    tile = tl.where(sequence < batch, wanted - begin - SEQUENCE_COST, 0)
+    tl.store(starts + group * 2, sequence, mask=group <= groups)
+    tl.store(starts + group * 2 + 1, tl.where(tile <= 1, 0, tile), mask=group <= groups)
+
+
+@triton.jit
+def cost_of(kv_lens, b, batch, tail, BLOCK_N: tl.constexpr):
+    """Key tiles of sequences b, and what beginning one costs; 0 beyond the batch."""
+    tiles = (tl.load(kv_lens + b, mask=b < batch, other=0).to(tl.int32) + tail + BLOCK_N - 1) // BLOCK_N
+    return tl.where(b < batch, tl.maximum(tiles, 1) + SEQUENCE_COST, 0)
 
 
 # ------------------------------------------------------------------ one tile
@@ -553,10 +548,11 @@ def combine_row(
 ):
     """Join the parts of one row, in their order. A part of log-sum-exp -inf changes no bit, wherever it stands."""
     index = tl.arange(0, PARTS)
+    many = tl.arange(0, 4 * PARTS)
     dim = tl.arange(0, DV_PAD)
     high = tl.full([], float("-inf"), tl.float32)
-    for first in range(0, num_parts, PARTS):
-        part = first + index
+    for first in range(0, num_parts, 4 * PARTS):
+        part = first + many
         lses = tl.load(part_lse + part * stride, mask=part < num_parts, other=float("-inf"))
         high = tl.maximum(high, tl.max(lses, 0))
     base = tl.where(high == float("-inf"), 0.0, high)
@@ -737,7 +733,7 @@ def attend_shares(
         WORDS=ancestor_bits.shape[-1],
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        PRECISION=_precision(q),
+        PRECISION=precision(q),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **shape.constants,
@@ -758,7 +754,7 @@ def attend_shares(
             DV_PAD=_padded(shape.value),
             BLOCK_M=tiles.block_m,
             PARTS=COMBINE_PARTS,
-            num_warps=4,
+            num_warps=8,
         )
     return out, lse
 
@@ -821,7 +817,7 @@ def attend_fixed(
             RESERVED=pages.num_reserved,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
-            PRECISION=_precision(q),
+            PRECISION=precision(q),
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             **shape.constants,
@@ -842,7 +838,7 @@ def attend_fixed(
             DV_PAD=_padded(shape.value),
             BLOCK_M=tiles.block_m,
             PARTS=COMBINE_PARTS,
-            num_warps=4,
+            num_warps=8,
         )
     return out, lse
 
@@ -851,5 +847,6 @@ def _results(q: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:3], shape.value)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _precision(q: Tensor) -> str:
+def precision(q: Tensor) -> str:
+    """How kernels multiply: see multiply."""
     return "widen" if q.device.type == "cpu" else "ieee"
