@@ -83,7 +83,9 @@ class EngineConfig:
     max_pending: int = 0  # rounds launched before the first is read; "auto" on a GPU is 1
     cuda_graph: str = "auto"  # "on": rounds are replayed graphs; "eager": on the same static buffers, without capture;
     # "auto": off on the CPU; on a GPU on, unless the attention backend plans on the host
-    attention_backend: str = "auto"  # verifies and decodes; a name of attention.BACKENDS; "auto": torch
+    attention_backend: str = (
+        "auto"  # verifies and decodes; a name of attention.BACKENDS; "auto": triton on a GPU, else torch
+    )
     draft_attention_backend: str = "auto"  # drafts; "auto": the same as attention_backend
     capture: str = (
         "auto"  # record rounds and replay them without Python: "auto" (on a CPU, once it pays), "on" (at once), "off"
@@ -127,7 +129,9 @@ class EngineConfig:
         dtype = self.dtype
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
-        attention = "torch" if self.attention_backend == "auto" else self.attention_backend
+        has_kernels = device != "cpu" and dtype != "float64"
+        fastest = "triton" if has_kernels else "torch"
+        attention = fastest if self.attention_backend == "auto" else self.attention_backend
         drafting = attention if self.draft_attention_backend == "auto" else self.draft_attention_backend
         return replace(
             self,

@@ -57,7 +57,7 @@ def test_paged_mla_cut_sequences_equal_loops(page_size: int, dtype: torch.dtype)
 
 @interpreted
 def test_plan_splits_random_lengths_equal_twin():
-    from treedraft.kernels.paged_tree import plan_splits_triton
+    from treedraft.kernels.paged_launch import plan_splits_triton
 
     rng = random.Random(0)
     for batch in (1, 2, 7, 64, 70):
@@ -72,7 +72,7 @@ def test_plan_splits_random_lengths_equal_twin():
 
 @interpreted
 def test_split_start_equals_the_count_of_splits_on_the_host():
-    from treedraft.kernels.paged_tree import num_fixed_splits
+    from treedraft.kernels.paged_launch import num_fixed_splits
 
     starts = torch.zeros(60, dtype=torch.int32)
     starts_kernel[(1,)](starts, COUNT=60)
@@ -143,7 +143,7 @@ def test_deterministic_chain_equals_loops():
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attend_tail_joined_with_a_prefix_equals_twin_and_loops(dtype: torch.dtype):
-    from treedraft.kernels.paged_tree import Pages
+    from treedraft.kernels.paged_launch import Pages
     from treedraft.kernels.tree_tail import attend_tail_triton
 
     generator = torch.Generator().manual_seed(10)
@@ -170,8 +170,7 @@ def test_attend_tail_joined_with_a_prefix_equals_twin_and_loops(dtype: torch.dty
 
 
 def test_num_groups_fills_the_gpu_and_never_exceeds_what_is_useful():
-    pytest.importorskip("triton")
-    from treedraft.kernels.paged_tree import num_groups
+    from treedraft.kernels.paged_launch import num_groups
 
     assert num_groups(row_tiles=1, num_programs=132, most=64) == 64
     assert num_groups(row_tiles=2, num_programs=132, most=1000) == 66

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from treedraft.attention.base import TreeAttention
     from treedraft.attention.packed import Reserved
 
-AUTO = "torch"  # what "auto" means
-
 
 @dataclass(frozen=True)
 class Backend:

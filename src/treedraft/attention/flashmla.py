@@ -10,7 +10,7 @@ on the device, inside a captured graph too, so rounds need no host.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from torch import Tensor
 from treedraft.attention.packed import merge
 from treedraft.attention.reference import check_room, unpack_bits
 from treedraft.errors import ConfigError, InvariantError
+from treedraft.kernels.paged_launch import Pages
 from treedraft.kv.allocator import NUM_RESERVED_PAGES
 from treedraft.kv.page_table import slots_of
 from treedraft.types import TreeRows
-
-if TYPE_CHECKING:
-    from treedraft.kernels.paged_tree import Pages
 
 LATENT, ROPE, PAGE_SIZE = 512, 64, 64  # all that its dense kernel knows
 
@@ -65,8 +63,6 @@ class FlashMlaAttention:
         self, page_table: Tensor, kv_lens: Tensor, max_kv_len: int, tail_slots: Tensor, page_size: int
     ) -> FlashMlaPrefixPlan:
         """See base.TreeAttention.plan_prefix. Raise ConfigError when the package is missing."""
-        from treedraft.kernels.paged_tree import Pages
-
         if not kv_lens.is_meta:  # a dry run has no kernels
             _package()
         check_room(page_table, max_kv_len, page_size)
@@ -94,29 +90,29 @@ class FlashMlaAttention:
         self, plan: FlashMlaPlan, kv: Tensor, q: Tensor, v_width: int, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See base.TreeAttention.run_mla_with_lse."""
-        from treedraft.kernels.tree_tail import attend_tail_triton
-
         if (v_width, q.shape[-1] - v_width) != (LATENT, ROPE):
             raise InvariantError(
                 f"FlashMLA is for latent {LATENT} + rope {ROPE}; got {v_width} + {q.shape[-1] - v_width}, which must "
                 "be refused at start"
             )
-        batch, num_rows, num_heads, _ = q.shape
+        num_rows, num_heads = q.shape[1:3]
         q, pages = q.contiguous(), plan.prefix.pages
-        if q.is_meta:
-            out, lse = q.new_empty(*q.shape[:3], v_width), q.new_empty(batch, num_heads, num_rows, dtype=torch.float32)
-        else:
-            out, lse = _package().flash_mla_with_kvcache(
-                q,
-                kv.view(-1, PAGE_SIZE, 1, kv.shape[-1]),
-                pages.page_table,
-                plan.prefix.seqlens,
-                v_width,
-                plan.prefix.schedule(num_rows, num_heads),
-                softmax_scale=scale,
-                causal=False,
-                use_legacy=True,
-            )
+        if q.is_meta:  # FlashMLA's partial results take memory of their own, which is not seen here
+            out = q.new_empty(*q.shape[:3], v_width)
+            return torch.empty_like(out), q.new_empty(q.shape[:3], dtype=torch.float32)
+        from treedraft.kernels.tree_tail import attend_tail_triton
+
+        out, lse = _package().flash_mla_with_kvcache(
+            q,
+            kv.view(-1, PAGE_SIZE, 1, kv.shape[-1]),
+            pages.page_table,
+            plan.prefix.seqlens,
+            v_width,
+            plan.prefix.schedule(num_rows, num_heads),
+            softmax_scale=scale,
+            causal=False,
+            use_legacy=True,
+        )
         return attend_tail_triton(q, kv, pages, plan.ancestor_bits, plan.tree_len, out, lse, v_width, scale)
 
     def run_gqa(self, plan: FlashMlaPlan, k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:

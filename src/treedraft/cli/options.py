@@ -99,7 +99,7 @@ class EngineOptions:
     attention_backend: Annotated[
         str,
         typer.Option(
-            help="Verifies and decodes: torch, packed-torch, packed-torch-merged; auto is torch.",
+            help="Verifies and decodes: triton, torch, ...; auto is triton on a GPU, torch on the CPU.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto"

@@ -10,18 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from treedraft.kernels.paged_launch import LOG2_E, Pages, Shape, Tiles, precision
 from treedraft.kernels.paged_tree import (
     LN_2,
-    LOG2_E,
     SIZES,
-    Pages,
-    Shape,
-    Tiles,
     add_keys,
     finish,
     load_keys,
     load_queries,
-    precision,
     score,
     sees_nodes,
     slots_at,
