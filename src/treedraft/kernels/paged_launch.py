@@ -29,6 +29,11 @@ class Tiles:
     num_stages: int
     per_sm: int = 1  # programs that a multiprocessor holds at once
 
+    @property
+    def has_two_warpgroups(self) -> bool:
+        """Whether two groups of four warps share 64 rows, see kernels.paged_tree.unchain."""
+        return self.block_m == 64 and self.num_warps == 8
+
 
 @dataclass(frozen=True)
 class Splits:
@@ -193,6 +198,7 @@ def attend_shares(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         PRECISION=precision(q),
+        SPREAD=tiles.has_two_warpgroups,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **shape.constants,
@@ -279,6 +285,7 @@ def attend_fixed(
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             PRECISION=precision(q),
+            SPREAD=False,  # its masks take the memory that this would need
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             **shape.constants,

@@ -147,23 +147,50 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def score(q, q_rope, k, k_rope, scale, HAS_ROPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Scaled scores to base 2, [M, N] float32."""
-    s = multiply(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), PRECISION)
-    if HAS_ROPE:
-        s = multiply(q_rope, tl.trans(k_rope), s, PRECISION)
-    return s * scale
+def score(q, q_rope, k, k_rope, scale, HAS_ROPE: tl.constexpr, PRECISION: tl.constexpr, SPREAD: tl.constexpr):
+    """Scaled scores to base 2, [M, N] float32. SPREAD: see unchain."""
+    zero = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
+    s = multiply(q, tl.trans(k), zero, PRECISION)
+    if not HAS_ROPE:
+        return s * scale
+    if SPREAD:  # scaled one by one: a plain sum would be made a chain again
+        return s * scale + multiply(q_rope, tl.trans(k_rope), zero, PRECISION) * scale
+    return multiply(q_rope, tl.trans(k_rope), s, PRECISION) * scale
 
 
 @triton.jit
-def add_keys(s, v, high, total, acc, PRECISION: tl.constexpr):
-    """One step of the online softmax. high, total [M]: maximum and sum so far; acc [M, DV]. -inf scores weigh 0."""
+def unchain(p, shrink, v, one, anything):
+    """Return p in v's dtype, and shrink as it is. one: a kernel argument above 0; anything: a pointer, not read.
+
+    Where one matrix product feeds another, the compiler gives each warp whole rows of the first. With two warpgroups
+    and 64 rows both then compute all scores: 76 matrix instructions a tile instead of 40. It does not look through a
+    branch, and a branch with a volatile load is not folded.
+    """
+    if one > 0:
+        weights = p.to(v.dtype)  # in here: what is ready before a branch is chosen without one
+        factor = shrink
+    else:
+        weights = tl.zeros(p.shape, v.dtype)
+        factor = shrink + tl.load(anything, volatile=True)
+    return weights, factor
+
+
+@triton.jit
+def add_keys(s, v, high, total, acc, one, anything, PRECISION: tl.constexpr, SPREAD: tl.constexpr):
+    """One step of the online softmax. high, total [M]: maximum and sum so far; acc [M, DV]. -inf scores weigh 0.
+
+    one, anything: see unchain.
+    """
     new_high = tl.maximum(high, tl.max(s, 1))
     base = tl.where(new_high == float("-inf"), 0.0, new_high)
     p = tl.exp2(s - base[:, None])
     shrink = tl.exp2(high - base)
     total = total * shrink + tl.sum(p, 1)
-    acc = multiply(p.to(v.dtype), v, acc * shrink[:, None], PRECISION)
+    if SPREAD:
+        weights, factor = unchain(p, shrink, v, one, anything)
+        acc = multiply(weights, v, acc * factor[:, None], PRECISION)
+    else:
+        acc = multiply(p.to(v.dtype), v, acc * shrink[:, None], PRECISION)
     return new_high, total, acc
 
 
@@ -241,6 +268,7 @@ def tree_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     tile_id = tl.program_id(0)  # row tiles of one KV range run together: it is read from memory once
     group = tl.program_id(1)
@@ -286,12 +314,12 @@ def tree_kernel(
             ropes = keys
             if DR > 0:
                 ropes = load_keys(k + DK, slot, slot >= 0, k_stride, DR, DR_PAD, False)
-            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION)
+            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION, SPREAD)
             if SHARED_V:
-                high, total, acc = add_keys(s, keys, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, keys, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
             else:
                 values = load_keys(v, slot, slot >= 0, v_stride, DV, DV_PAD, False)
-                high, total, acc = add_keys(s, values, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, values, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
 
         bits_row = ancestor_bits + (b_long * num_tokens + token) * WORDS
         last = tl.minimum(end, (kv_len + tree_len + BLOCK_N - 1) // BLOCK_N)
@@ -305,13 +333,13 @@ def tree_kernel(
             ropes = keys
             if DR > 0:
                 ropes = load_keys(k + DK, slot, is_read, k_stride, DR, DR_PAD, True)
-            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION)
+            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION, SPREAD)
             s = tl.where(sees, s, float("-inf"))
             if SHARED_V:
-                high, total, acc = add_keys(s, keys, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, keys, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
             else:
                 values = load_keys(v, slot, is_read, v_stride, DV, DV_PAD, True)
-                high, total, acc = add_keys(s, values, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, values, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
 
         result, row_lse = finish(high, total, acc)
         dim = tl.arange(0, DV_PAD)
@@ -379,6 +407,7 @@ def fixed_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     tile_id = first_tile_id + tl.program_id(0)
     split = tl.program_id(1)
@@ -436,14 +465,14 @@ def fixed_kernel(
             ropes = keys
             if DR > 0:
                 ropes = load_keys(k + DK, slot, is_read, k_stride, DR, DR_PAD, True)
-            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION)
+            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION, SPREAD)
             num_seen = tl.where(is_shared, row_len, tl.where(token == owner, row_len, 0))
             s = tl.where(column[None, :] < num_seen[:, None], s, float("-inf"))
             if SHARED_V:
-                high, total, acc = add_keys(s, keys, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, keys, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
             else:
                 values = load_keys(v, slot, is_read, v_stride, DV, DV_PAD, True)
-                high, total, acc = add_keys(s, values, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, values, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
         result, row_lse = finish(high, total, acc)
         dim = tl.arange(0, DV_PAD)
         tl.store(part_out + part_row[:, None] * DV + dim[None, :], result, mask=(dim < DV)[None, :])

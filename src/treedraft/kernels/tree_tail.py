@@ -147,9 +147,9 @@ def tail_kernel(
         ropes = keys
         if DR > 0:
             ropes = load_keys(kv + DK, slot, is_read, k_stride, DR, DR_PAD, True)
-        s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION)
+        s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION, False)
         s = tl.where(sees, s, float("-inf"))
-        high, total, acc = add_keys(s, keys, high, total, acc, PRECISION)
+        high, total, acc = add_keys(s, keys, high, total, acc, num_tokens, prefix_lse, PRECISION, False)
     own, own_lse = finish(high, total, acc)
 
     dim = tl.arange(0, DV_PAD)
