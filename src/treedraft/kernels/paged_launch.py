@@ -285,7 +285,7 @@ def attend_fixed(
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             PRECISION=precision(q),
-            SPREAD=False,  # its masks take the memory that this would need
+            SPREAD=tiles.has_two_warpgroups,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             **shape.constants,

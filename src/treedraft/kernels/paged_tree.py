@@ -160,7 +160,7 @@ def score(q, q_rope, k, k_rope, scale, HAS_ROPE: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def unchain(p, shrink, v, one, anything):
-    """Return p in v's dtype, and shrink as it is. one: a kernel argument above 0; anything: a pointer, not read.
+    """Return p in v's dtype, and shrink as it is. one: a kernel argument above 0; anything: float32, not read.
 
     Where one matrix product feeds another, the compiler gives each warp whole rows of the first. With two warpgroups
     and 64 rows both then compute all scores: 76 matrix instructions a tile instead of 40. It does not look through a
@@ -170,8 +170,9 @@ def unchain(p, shrink, v, one, anything):
         weights = p.to(v.dtype)  # in here: what is ready before a branch is chosen without one
         factor = shrink
     else:
-        weights = tl.zeros(p.shape, v.dtype)
-        factor = shrink + tl.load(anything, volatile=True)
+        other = tl.load(anything, volatile=True)
+        weights = (p * other).to(v.dtype)
+        factor = shrink * other
     return weights, factor
 
 
