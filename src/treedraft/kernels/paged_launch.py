@@ -15,7 +15,7 @@ SEQUENCE_COST = 3  # tiles that beginning a sequence costs a program, about
 FIRST_SPLIT = 512  # positions of a fixed split near the beginning
 EQUAL_SPLITS = 16  # so many of that size; after them sizes double every OCTAVE splits
 OCTAVE = 8  # splits
-PART_BYTES = 128 << 20  # of fixed splits' partial results; more row tiles than fit are worked on in turn
+PART_BYTES = 256 << 20  # of fixed splits' partial results; more row tiles than fit are worked on in turn
 COMBINE_PARTS = 32  # parts that the combine reads at once: a round of loads takes as long for one
 
 
