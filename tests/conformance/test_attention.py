@@ -5,6 +5,7 @@ import torch
 from attention_oracle import attend, make_case, random_cache, random_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from interpreted import IS_INTERPRETED, run_interpreted
 from treedraft.attention import BACKENDS, make_backend
 from treedraft.errors import ConfigError, InvariantError
 from treedraft.kv.page_table import slots_of
@@ -24,7 +25,15 @@ TARGETS = [
     for device in backend.device_types
     for dtype in backend.dtypes
     if device == "cpu" or torch.cuda.is_available()
+    if backend.latent_dims is None  # the others have tests of their own, with the sizes that they know
+    if not IS_INTERPRETED or backend.has_interpreter
 ]
+
+
+def test_interpreted_backends_equal_loops():
+    """The Triton backends without a GPU: small cases of each kind, in a process of their own. All of them: by hand."""
+    small = "trash or one_prefix or sees_nothing or alone or gqa or sign or without_room or no_device_value"
+    run_interpreted(__file__, f"float32 and cpu and not 64] and ({small})")
 
 
 class Target(tuple):
@@ -211,7 +220,9 @@ def test_plan_tree_over_one_prefix_equals_plans_of_their_own(target, page_size):
         own = backend.plan(TreeRows(rows.page_table, rows.kv_lens, bits, tree_len, rows.max_kv_len), page_size)
         given = backend.run_mla(backend.plan_tree(prefix, bits, tree_len), kv, q, target.dims[0], SCALE)
         assert given.isfinite().all()
-        assert torch.equal(given, backend.run_mla(own, kv, q, target.dims[0], SCALE))
+        # Not the same bits: where keys are cut may depend on the room that the prefix was planned with.
+        expected = backend.run_mla(own, kv, q, target.dims[0], SCALE)
+        torch.testing.assert_close(given, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
 class RecordOps(TorchDispatchMode):

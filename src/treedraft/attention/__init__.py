@@ -84,6 +84,15 @@ BACKENDS: dict[str, Backend] = {
         is_invariant=True,
         has_interpreter=True,
     ),
+    "flashmla": Backend(
+        module="treedraft.attention.flashmla",
+        class_name="FlashMlaAttention",
+        devices=("cuda",),
+        dtypes=("bfloat16",),
+        gqa=False,
+        page_sizes=(64,),
+        latent_dims=((512, 64),),
+    ),
     "flashinfer": Backend(
         module="treedraft.attention.flashinfer",
         class_name="FlashInferAttention",

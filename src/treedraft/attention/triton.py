@@ -21,12 +21,12 @@ from torch import Tensor
 from treedraft.attention.reference import check_room
 from treedraft.attention.splits import path_lists
 from treedraft.errors import ConfigError
+from treedraft.kernels.paged_gqa import gqa_tiles, paged_gqa_fixed_triton, paged_gqa_triton
+from treedraft.kernels.paged_launch import Pages, Splits, Tiles, num_groups, plan_splits_triton
+from treedraft.kernels.paged_mla import mla_tiles, paged_mla_fixed_triton, paged_mla_triton
 from treedraft.kv.allocator import NUM_RESERVED_PAGES
 from treedraft.kv.page_table import slots_of
 from treedraft.types import TreeRows
-
-if TYPE_CHECKING:
-    from treedraft.kernels.paged_tree import Pages, Splits, Tiles
 
 INTERPRETED_PROGRAMS = 7  # on a CPU, in the tests: a few, so that sequences are cut
 LARGEST_GPU = 132  # multiprocessors, of a dry run on the meta device
@@ -44,8 +44,6 @@ class TritonPrefixPlan:
 
     def splits_for(self, row_tiles: int, tiles: Tiles) -> Splits:
         """The shares for kernels of `row_tiles` query tiles a sequence. Launches a kernel the first time."""
-        from treedraft.kernels.paged_tree import num_groups, plan_splits_triton
-
         kv_lens, tail = self.pages.kv_lens, self.tail_slots.shape[1]
         most = len(kv_lens) * -(-(self.max_kv_len + tail) // tiles.block_n)
         groups = num_groups(row_tiles, _num_programs(kv_lens.device, tiles), most)
@@ -103,21 +101,17 @@ class TritonTreeAttention:
         self, plan: TritonPlan, kv: Tensor, q: Tensor, v_width: int, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See base.TreeAttention.run_mla_with_lse."""
-        from treedraft.kernels.paged_mla import mla_tiles, paged_mla_triton
-
-        tiles, q = mla_tiles(q.dtype, v_width), _unit_stride(q)
-        splits = plan.prefix.splits_for(-(-q.shape[1] * q.shape[2] // tiles.block_m), tiles)
-        pages = plan.prefix.pages
-        return paged_mla_triton(q, kv, pages, plan.ancestor_bits, plan.tree_len, splits, v_width, scale)
+        q, pages, num_rows = _unit_stride(q), plan.prefix.pages, q.shape[1] * q.shape[2]
+        tiles = mla_tiles(q.dtype, v_width, len(q), num_rows)
+        splits = plan.prefix.splits_for(-(-num_rows // tiles.block_m), tiles)
+        return paged_mla_triton(q, kv, pages, plan.ancestor_bits, plan.tree_len, splits, v_width, scale, tiles)
 
     def run_gqa(self, plan: TritonPlan, k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
         """See base.TreeAttention.run_gqa."""
-        from treedraft.kernels.paged_gqa import gqa_tiles, paged_gqa_triton
-
         tiles, q = gqa_tiles(q.dtype, k.shape[-1]), _unit_stride(q)
         row_tiles = -(-q.shape[1] * (q.shape[2] // k.shape[1]) // tiles.block_m) * k.shape[1]
         splits = plan.prefix.splits_for(row_tiles, tiles)
-        return paged_gqa_triton(q, k, v, plan.prefix.pages, plan.ancestor_bits, plan.tree_len, splits, scale)[0]
+        return paged_gqa_triton(q, k, v, plan.prefix.pages, plan.ancestor_bits, plan.tree_len, splits, scale, tiles)[0]
 
 
 class DeterministicTritonAttention:
@@ -164,15 +158,11 @@ class DeterministicTritonAttention:
         self, plan: FixedPlan, kv: Tensor, q: Tensor, v_width: int, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See base.TreeAttention.run_mla_with_lse."""
-        from treedraft.kernels.paged_mla import paged_mla_fixed_triton
-
         q = _unit_stride(q)
         return paged_mla_fixed_triton(q, kv, plan.pages, plan.row_lens, plan.path_slots, plan.max_len, v_width, scale)
 
     def run_gqa(self, plan: FixedPlan, k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
         """See base.TreeAttention.run_gqa."""
-        from treedraft.kernels.paged_gqa import paged_gqa_fixed_triton
-
         q = _unit_stride(q)
         return paged_gqa_fixed_triton(q, k, v, plan.pages, plan.row_lens, plan.path_slots, plan.max_len, scale)[0]
 
@@ -188,8 +178,6 @@ def _pages(page_table: Tensor, kv_lens: Tensor, page_size: int) -> Pages:
             "the attention backends triton and triton-deterministic need a GPU; on the CPU use torch "
             "(TRITON_INTERPRET=1 runs them very slowly, for tests)"
         )
-    from treedraft.kernels.paged_tree import Pages
-
     return Pages(page_table, kv_lens, page_size, NUM_RESERVED_PAGES)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from treedraft.kernels.paged_tree import Pages, Shape, Splits, Tiles, attend_fixed, attend_shares
+from treedraft.kernels.paged_launch import Pages, Shape, Splits, Tiles, attend_fixed, attend_shares
 
 
 def gqa_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
@@ -30,14 +30,14 @@ def paged_gqa_triton(
     tree_len: int,
     splits: Splits,
     scale: float,
-    tiles: Tiles | None = None,
+    tiles: Tiles,
 ) -> tuple[Tensor, Tensor]:
     """Attend over equal shares of all keys: out [B, R, h, dv] of q's dtype, lse [B, R, h] float32, base e.
 
     q [B, R, h, d], k [slots, hk, d], v [slots, hk, dv], bfloat16 or float32, last strides 1; query head i reads KV head
-    i // (h // hk). ancestor_bits [B, R, words] int64 name tree slots below tree_len.
+    i // (h // hk). ancestor_bits [B, R, words] int64 name tree slots below tree_len. splits: made for
+    tiles.block_n.
     """
-    tiles = tiles or gqa_tiles(q.dtype, k.shape[-1])
     return attend_shares(q, k, v, pages, ancestor_bits, tree_len, splits, _shape(k, v), scale, tiles)
 
 

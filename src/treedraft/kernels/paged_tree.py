@@ -20,20 +20,16 @@ Two ways to split the keys over programs:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-LOG2_E = 1.4426950408889634
+from treedraft.kernels import paged_launch
+
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-SEQUENCE_COST: tl.constexpr = tl.constexpr(3)  # tiles that beginning a sequence costs a program, about
-FIRST_SPLIT: tl.constexpr = tl.constexpr(512)  # positions of a fixed split near the beginning
-EQUAL_SPLITS: tl.constexpr = tl.constexpr(16)  # so many of that size; after them sizes double every OCTAVE splits
-OCTAVE: tl.constexpr = tl.constexpr(8)
-PART_BYTES = 128 << 20  # of fixed splits' partial results; more row tiles than fit are worked on in turn
+SEQUENCE_COST: tl.constexpr = tl.constexpr(paged_launch.SEQUENCE_COST)
+FIRST_SPLIT: tl.constexpr = tl.constexpr(paged_launch.FIRST_SPLIT)
+EQUAL_SPLITS: tl.constexpr = tl.constexpr(paged_launch.EQUAL_SPLITS)
+OCTAVE: tl.constexpr = tl.constexpr(paged_launch.OCTAVE)
 # Triton compiles anew for values of 1 and multiples of 16. Not for these: it takes seconds while serving, and another
 # program might round in another way.
 SIZES = (
@@ -55,73 +51,6 @@ SIZES = (
     "tail",
     "tree_len",
 )
-COMBINE_PARTS = 8  # parts that the combine reads at once
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How a kernel is compiled. It must not depend on the number of rows where bits are to be reproduced."""
-
-    block_m: int  # query rows of a tile
-    block_n: int  # keys of a tile
-    num_warps: int
-    num_stages: int
-    per_sm: int = 1  # programs that a multiprocessor holds at once
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Equal shares of all key tiles, as split_kernel cuts them. All on the device."""
-
-    starts: Tensor  # [groups + 1, 2] int32: sequence and key tile where a group begins
-    parts: Tensor  # [B, 3] int32: groups that work on a sequence; the first of them; cut sequences before it
-    tail: int  # tree slots that were planned for
-    block_n: int
-
-    @property
-    def groups(self) -> int:
-        return len(self.starts) - 1
-
-
-def num_groups(row_tiles: int, num_programs: int, most: int) -> int:
-    """Into how many shares to cut the keys, so that row_tiles * groups programs fill num_programs places evenly.
-
-    most: useful shares, at least 1. The fewest that keep the last wave nearly full.
-    """
-    if row_tiles <= num_programs:
-        return max(1, min(most, num_programs // row_tiles))
-    best, best_share = 1, 0.0
-    for groups in range(1, min(most, 16) + 1):
-        waves = -(-row_tiles * groups // num_programs)
-        share = row_tiles * groups / (waves * num_programs)
-        if share > best_share + 0.03:
-            best, best_share = groups, share
-    return best
-
-
-def plan_splits_triton(kv_lens: Tensor, tail: int, block_n: int, groups: int, min_tiles: int) -> Splits:
-    """Cut the keys of all sequences into equal shares. kv_lens [B] int64; tail: tree slots behind each prefix.
-
-    min_tiles: the least that a share holds, as long as any is left. Twin: attention.splits.plan_splits.
-    """
-    device = kv_lens.device
-    starts = torch.empty((groups + 1, 2), dtype=torch.int32, device=device)
-    parts = torch.empty((len(kv_lens), 3), dtype=torch.int32, device=device)
-    if not kv_lens.is_meta:
-        split_kernel[(1,)](
-            kv_lens,
-            starts,
-            parts,
-            len(kv_lens),
-            tail,
-            groups,
-            min_tiles,
-            BLOCK_N=block_n,
-            GROUPS=triton.next_power_of_2(groups + 1),
-            SEQUENCES=min(64, triton.next_power_of_2(len(kv_lens))),
-            num_warps=4,
-        )
-    return Splits(starts, parts, tail, block_n)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -139,47 +68,42 @@ def split_kernel(
 ):
     total = tl.zeros([], tl.int32)
     for first in range(0, batch, SEQUENCES):
-        b = first + tl.arange(0, SEQUENCES)
-        tiles = (tl.load(kv_lens + b, mask=b < batch, other=0).to(tl.int32) + tail + BLOCK_N - 1) // BLOCK_N
-        total += tl.sum(tl.where(b < batch, tl.maximum(tiles, 1) + SEQUENCE_COST, 0))
+        total += tl.sum(cost_of(kv_lens, first + tl.arange(0, SEQUENCES), batch, tail, BLOCK_N))
     share = tl.maximum((total + groups - 1) // groups, min_tiles)
     group = tl.arange(0, GROUPS)
-    wanted = group * share  # a share of at most 2^31 / groups tiles
-    sequence = tl.full([GROUPS], 0, tl.int32) + batch
-    tile = tl.zeros([GROUPS], tl.int32)
+    wanted = group * share  # where a group begins, in tiles of all sequences joined, costs included
+    sequence = tl.zeros([GROUPS], tl.int32)
+    begin = tl.zeros([GROUPS], tl.int32)  # of that sequence
     before = tl.zeros([], tl.int32)
-    for first in range(0, batch, SEQUENCES):
-        b = first + tl.arange(0, SEQUENCES)
-        tiles = (tl.load(kv_lens + b, mask=b < batch, other=0).to(tl.int32) + tail + BLOCK_N - 1) // BLOCK_N
-        tiles = tl.maximum(tiles, 1)
-        cost = tl.where(b < batch, tiles + SEQUENCE_COST, 0)
-        begin = before + tl.cumsum(cost, 0) - cost
-        offset = wanted[:, None] - begin[None, :]
-        is_inside = (offset >= 0) & (offset < cost[None, :])
-        # A group that would begin in the sequence's own cost, or one tile after it, takes the whole sequence.
-        at = offset - SEQUENCE_COST
-        at = tl.where(at <= 1, 0, at)
-        sequence += tl.sum(tl.where(is_inside, b[None, :] - batch, 0), 1)
-        tile += tl.sum(tl.where(is_inside, at, 0), 1)
-        before += tl.sum(cost)
-    is_group = group <= groups
-    tl.store(starts + group * 2, sequence, mask=is_group)
-    tl.store(starts + group * 2 + 1, tile, mask=is_group)
     num_cut = tl.zeros([], tl.int32)
     for first in range(0, batch, SEQUENCES):
         b = first + tl.arange(0, SEQUENCES)
-        is_real = (group < groups)[:, None]
-        is_earlier = sequence[:, None] < b[None, :]
-        at_begin = (sequence[:, None] == b[None, :]) & (tile[:, None] == 0)
-        first_group = tl.sum((is_real & (is_earlier | at_begin)).to(tl.int32), 0) - 1
-        last_group = tl.sum((is_real & (sequence[:, None] <= b[None, :])).to(tl.int32), 0) - 1
-        num_parts = last_group - first_group + 1
-        is_cut = (num_parts > 1).to(tl.int32)
+        cost = cost_of(kv_lens, b, batch, tail, BLOCK_N)
+        end = before + tl.cumsum(cost, 0)
+        is_over = (end[None, :] <= wanted[:, None]) & (b < batch)[None, :]
+        sequence += tl.sum(is_over.to(tl.int32), 1)
+        begin = tl.maximum(begin, tl.max(tl.where(is_over, end[None, :], 0), 1))
+        # Groups that begin in a sequence, up to its second tile, take its first one; others come behind.
+        at_first = tl.minimum(end - cost + SEQUENCE_COST + 2, end)
+        first_group = tl.minimum((at_first + share - 1) // share, groups) - 1
+        last_group = tl.minimum((end + share - 1) // share, groups) - 1
+        is_cut = (last_group > first_group).to(tl.int32)
         # Groups and cut sequences only grow: their sum is a place of its own for each partial result.
-        tl.store(parts + b * 3, num_parts, mask=b < batch)
+        tl.store(parts + b * 3, last_group - first_group + 1, mask=b < batch)
         tl.store(parts + b * 3 + 1, first_group, mask=b < batch)
         tl.store(parts + b * 3 + 2, num_cut + tl.cumsum(is_cut, 0) - is_cut, mask=b < batch)
         num_cut += tl.sum(tl.where(b < batch, is_cut, 0))
+        before += tl.sum(cost)
+    tile = tl.where(sequence < batch, wanted - begin - SEQUENCE_COST, 0)
+    tl.store(starts + group * 2, sequence, mask=group <= groups)
+    tl.store(starts + group * 2 + 1, tl.where(tile <= 1, 0, tile), mask=group <= groups)
+
+
+@triton.jit
+def cost_of(kv_lens, b, batch, tail, BLOCK_N: tl.constexpr):
+    """Key tiles of sequences b, and what beginning one costs; 0 beyond the batch."""
+    tiles = (tl.load(kv_lens + b, mask=b < batch, other=0).to(tl.int32) + tail + BLOCK_N - 1) // BLOCK_N
+    return tl.where(b < batch, tl.maximum(tiles, 1) + SEQUENCE_COST, 0)
 
 
 # ------------------------------------------------------------------ one tile
@@ -223,23 +147,51 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def score(q, q_rope, k, k_rope, scale, HAS_ROPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Scaled scores to base 2, [M, N] float32."""
-    s = multiply(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), PRECISION)
-    if HAS_ROPE:
-        s = multiply(q_rope, tl.trans(k_rope), s, PRECISION)
-    return s * scale
+def score(q, q_rope, k, k_rope, scale, HAS_ROPE: tl.constexpr, PRECISION: tl.constexpr, SPREAD: tl.constexpr):
+    """Scaled scores to base 2, [M, N] float32. SPREAD: see unchain."""
+    zero = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
+    s = multiply(q, tl.trans(k), zero, PRECISION)
+    if not HAS_ROPE:
+        return s * scale
+    if SPREAD:  # scaled one by one: a plain sum would be made a chain again
+        return s * scale + multiply(q_rope, tl.trans(k_rope), zero, PRECISION) * scale
+    return multiply(q_rope, tl.trans(k_rope), s, PRECISION) * scale
 
 
 @triton.jit
-def add_keys(s, v, high, total, acc, PRECISION: tl.constexpr):
-    """One step of the online softmax. high, total [M]: maximum and sum so far; acc [M, DV]. -inf scores weigh 0."""
+def unchain(p, shrink, v, one, anything):
+    """Return p in v's dtype, and shrink as it is. one: a kernel argument above 0; anything: float32, not read.
+
+    Where one matrix product feeds another, the compiler gives each warp whole rows of the first. With two warpgroups
+    and 64 rows both then compute all scores: 76 matrix instructions a tile instead of 40. It does not look through a
+    branch, and a branch with a volatile load is not folded.
+    """
+    if one > 0:
+        weights = p.to(v.dtype)  # in here: what is ready before a branch is chosen without one
+        factor = shrink
+    else:
+        other = tl.load(anything, volatile=True)
+        weights = (p * other).to(v.dtype)
+        factor = shrink * other
+    return weights, factor
+
+
+@triton.jit
+def add_keys(s, v, high, total, acc, one, anything, PRECISION: tl.constexpr, SPREAD: tl.constexpr):
+    """One step of the online softmax. high, total [M]: maximum and sum so far; acc [M, DV]. -inf scores weigh 0.
+
+    one, anything: see unchain.
+    """
     new_high = tl.maximum(high, tl.max(s, 1))
     base = tl.where(new_high == float("-inf"), 0.0, new_high)
     p = tl.exp2(s - base[:, None])
     shrink = tl.exp2(high - base)
     total = total * shrink + tl.sum(p, 1)
-    acc = multiply(p.to(v.dtype), v, acc * shrink[:, None], PRECISION)
+    if SPREAD:
+        weights, factor = unchain(p, shrink, v, one, anything)
+        acc = multiply(weights, v, acc * factor[:, None], PRECISION)
+    else:
+        acc = multiply(p.to(v.dtype), v, acc * shrink[:, None], PRECISION)
     return new_high, total, acc
 
 
@@ -317,6 +269,7 @@ def tree_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     tile_id = tl.program_id(0)  # row tiles of one KV range run together: it is read from memory once
     group = tl.program_id(1)
@@ -362,12 +315,12 @@ def tree_kernel(
             ropes = keys
             if DR > 0:
                 ropes = load_keys(k + DK, slot, slot >= 0, k_stride, DR, DR_PAD, False)
-            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION)
+            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION, SPREAD)
             if SHARED_V:
-                high, total, acc = add_keys(s, keys, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, keys, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
             else:
                 values = load_keys(v, slot, slot >= 0, v_stride, DV, DV_PAD, False)
-                high, total, acc = add_keys(s, values, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, values, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
 
         bits_row = ancestor_bits + (b_long * num_tokens + token) * WORDS
         last = tl.minimum(end, (kv_len + tree_len + BLOCK_N - 1) // BLOCK_N)
@@ -381,13 +334,13 @@ def tree_kernel(
             ropes = keys
             if DR > 0:
                 ropes = load_keys(k + DK, slot, is_read, k_stride, DR, DR_PAD, True)
-            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION)
+            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION, SPREAD)
             s = tl.where(sees, s, float("-inf"))
             if SHARED_V:
-                high, total, acc = add_keys(s, keys, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, keys, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
             else:
                 values = load_keys(v, slot, is_read, v_stride, DV, DV_PAD, True)
-                high, total, acc = add_keys(s, values, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, values, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
 
         result, row_lse = finish(high, total, acc)
         dim = tl.arange(0, DV_PAD)
@@ -413,16 +366,6 @@ def split_start(split):
     within = split - EQUAL_SPLITS - octave * OCTAVE
     late = ((EQUAL_SPLITS * FIRST_SPLIT) << octave) + within * ((EQUAL_SPLITS // OCTAVE * FIRST_SPLIT) << octave)
     return tl.where(split < EQUAL_SPLITS, split * FIRST_SPLIT, late)
-
-
-def num_fixed_splits(length: int) -> int:
-    """Fixed splits that positions below `length` touch, at least 1. Twin of split_start, for the host."""
-    splits, end, size = 1, FIRST_SPLIT.value, FIRST_SPLIT.value
-    while end < length:
-        if splits >= EQUAL_SPLITS.value and (splits - EQUAL_SPLITS.value) % OCTAVE.value == 0:
-            size *= 2
-        splits, end = splits + 1, end + size
-    return splits
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -465,6 +408,7 @@ def fixed_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     tile_id = first_tile_id + tl.program_id(0)
     split = tl.program_id(1)
@@ -522,14 +466,14 @@ def fixed_kernel(
             ropes = keys
             if DR > 0:
                 ropes = load_keys(k + DK, slot, is_read, k_stride, DR, DR_PAD, True)
-            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION)
+            s = score(queries, query_ropes, keys, ropes, scale, DR > 0, PRECISION, SPREAD)
             num_seen = tl.where(is_shared, row_len, tl.where(token == owner, row_len, 0))
             s = tl.where(column[None, :] < num_seen[:, None], s, float("-inf"))
             if SHARED_V:
-                high, total, acc = add_keys(s, keys, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, keys, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
             else:
                 values = load_keys(v, slot, is_read, v_stride, DV, DV_PAD, True)
-                high, total, acc = add_keys(s, values, high, total, acc, PRECISION)
+                high, total, acc = add_keys(s, values, high, total, acc, num_tokens, part_lse, PRECISION, SPREAD)
         result, row_lse = finish(high, total, acc)
         dim = tl.arange(0, DV_PAD)
         tl.store(part_out + part_row[:, None] * DV + dim[None, :], result, mask=(dim < DV)[None, :])
@@ -553,10 +497,11 @@ def combine_row(
 ):
     """Join the parts of one row, in their order. A part of log-sum-exp -inf changes no bit, wherever it stands."""
     index = tl.arange(0, PARTS)
+    many = tl.arange(0, 4 * PARTS)
     dim = tl.arange(0, DV_PAD)
     high = tl.full([], float("-inf"), tl.float32)
-    for first in range(0, num_parts, PARTS):
-        part = first + index
+    for first in range(0, num_parts, 4 * PARTS):
+        part = first + many
         lses = tl.load(part_lse + part * stride, mask=part < num_parts, other=float("-inf"))
         high = tl.maximum(high, tl.max(lses, 0))
     base = tl.where(high == float("-inf"), 0.0, high)
@@ -639,217 +584,3 @@ def combine_fixed_kernel(
         combine_row(
             part_out + first * DV, part_lse + first, BLOCK_M, max_splits, out + at * DV, lse + at, DV, DV_PAD, PARTS
         )
-
-
-# ------------------------------------------------------------------ launches
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Widths of queries, keys and values: keys have `key` columns, then `rope` more that are scored with them."""
-
-    key: int
-    rope: int  # 0: none
-    value: int
-    shared_value: bool  # the values are the first columns of the keys
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {
-            "DK": self.key,
-            "DK_PAD": _padded(self.key),
-            "DR": self.rope,
-            "DR_PAD": _padded(self.rope),
-            "DV": self.value,
-            "DV_PAD": _padded(self.value),
-            "SHARED_V": self.shared_value,
-        }
-
-
-def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))  # a matrix product wants at least 16
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Where sequences lie in the pool."""
-
-    page_table: Tensor  # [B, W] int32
-    kv_lens: Tensor  # [B] int64
-    page_size: int
-    num_reserved: int  # pages below it are of no sequence; page 0 is all zeros
-
-
-def attend_shares(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: Pages,
-    ancestor_bits: Tensor,
-    tree_len: int,
-    splits: Splits,
-    shape: Shape,
-    scale: float,
-    tiles: Tiles,
-) -> tuple[Tensor, Tensor]:
-    """Tree attention over equal shares: out [B, R, h, dv] of q's dtype, lse [B, R, h] float32, base e.
-
-    q [B, R, h, d], k [slots, hk, d], v [slots, hk, dv], last strides 1; ancestor_bits [B, R, words] int64.
-    """
-    batch, num_tokens, num_heads, _ = q.shape
-    num_kv_heads = k.shape[1]
-    group_size = num_heads // num_kv_heads
-    row_tiles = -(-num_tokens * group_size // tiles.block_m)
-    part_rows = row_tiles * num_kv_heads * tiles.block_m
-    out, lse = _results(q, shape)
-    num_parts = 2 * splits.groups if splits.groups > 1 else 0
-    part_out = q.new_empty((num_parts, part_rows, shape.value), dtype=torch.float32)
-    part_lse = q.new_empty((num_parts, part_rows), dtype=torch.float32)
-    if q.is_meta or out.numel() == 0:
-        return out, lse
-    tree_kernel[(row_tiles * num_kv_heads, splits.groups)](
-        q,
-        k,
-        v,
-        pages.page_table,
-        pages.kv_lens,
-        ancestor_bits,
-        splits.starts,
-        splits.parts,
-        out,
-        lse,
-        part_out,
-        part_lse,
-        scale * LOG2_E,
-        *q.stride()[:3],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        pages.page_table.stride(0),
-        pages.page_table.shape[1],
-        num_tokens,
-        num_heads,
-        group_size,
-        row_tiles,
-        splits.tail,
-        tree_len,
-        PAGE_SIZE=pages.page_size,
-        RESERVED=pages.num_reserved,
-        WORDS=ancestor_bits.shape[-1],
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        PRECISION=_precision(q),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **shape.constants,
-    )
-    if num_parts:
-        combine_shares_kernel[(num_tokens * num_heads, batch)](
-            part_out,
-            part_lse,
-            splits.parts,
-            out,
-            lse,
-            num_tokens,
-            num_heads,
-            group_size,
-            row_tiles,
-            part_rows,
-            DV=shape.value,
-            DV_PAD=_padded(shape.value),
-            BLOCK_M=tiles.block_m,
-            PARTS=COMBINE_PARTS,
-            num_warps=4,
-        )
-    return out, lse
-
-
-def attend_fixed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: Pages,
-    row_lens: Tensor,
-    path_slots: Tensor | None,
-    max_len: int,
-    shape: Shape,
-    scale: float,
-    tiles: Tiles,
-) -> tuple[Tensor, Tensor]:
-    """As attend_shares, each row's bits independent of batch, tree and number of rows.
-
-    row_lens [B, R] int64: keys that a token sees, at most max_len; path_slots [B, R, P] int64: where those behind its
-    prefix are, in path order. None: a chain, whose row r sees the positions below row_lens[b, r].
-    """
-    batch, num_tokens, num_heads, _ = q.shape
-    num_kv_heads = k.shape[1]
-    group_size = num_heads // num_kv_heads
-    row_tiles = -(-num_tokens * group_size // tiles.block_m)
-    num_tiles = batch * row_tiles * num_kv_heads
-    max_splits = num_fixed_splits(max_len)
-    at_once = max(1, min(num_tiles, PART_BYTES // (max_splits * tiles.block_m * shape.value * 4)))
-    out, lse = _results(q, shape)
-    part_out = q.new_empty((at_once, max_splits, tiles.block_m, shape.value), dtype=torch.float32)
-    part_lse = q.new_empty((at_once, max_splits, tiles.block_m), dtype=torch.float32)
-    if q.is_meta or out.numel() == 0:
-        return out, lse
-    for first in range(0, num_tiles, at_once):
-        count = min(at_once, num_tiles - first)
-        fixed_kernel[(count, max_splits)](
-            q,
-            k,
-            v,
-            pages.page_table,
-            pages.kv_lens,
-            row_lens,
-            row_lens if path_slots is None else path_slots,
-            part_out,
-            part_lse,
-            scale * LOG2_E,
-            *q.stride()[:3],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            pages.page_table.stride(0),
-            pages.page_table.shape[1],
-            num_tokens,
-            num_kv_heads,
-            group_size,
-            row_tiles,
-            0 if path_slots is None else path_slots.shape[-1],
-            int(path_slots is None),
-            first,
-            PAGE_SIZE=pages.page_size,
-            RESERVED=pages.num_reserved,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            PRECISION=_precision(q),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            **shape.constants,
-        )
-        combine_fixed_kernel[(count * tiles.block_m,)](
-            part_out,
-            part_lse,
-            out,
-            lse,
-            num_tokens,
-            num_heads,
-            num_kv_heads,
-            group_size,
-            row_tiles,
-            max_splits,
-            first,
-            DV=shape.value,
-            DV_PAD=_padded(shape.value),
-            BLOCK_M=tiles.block_m,
-            PARTS=COMBINE_PARTS,
-            num_warps=4,
-        )
-    return out, lse
-
-
-def _results(q: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:3], shape.value)), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _precision(q: Tensor) -> str:
-    return "widen" if q.device.type == "cpu" else "ieee"
