@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
