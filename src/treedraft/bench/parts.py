@@ -34,6 +34,7 @@ WRAPPED: tuple[tuple[str, str, str, str, str], ...] = (
     ("treedraft.runner.drafter", "EagleDrafter", "_best_children", "", "children"),
     ("treedraft.runner.round", "Target", "verify", "verify", ""),
     ("treedraft.runner.round", "", "round_noise", "sample", ""),
+    ("treedraft.runner.round", "", "sample_nodes", "sample", ""),
     ("treedraft.runner.round", "", "process", "sample", ""),
     ("treedraft.runner.round", "", "sample", "sample", ""),
     ("treedraft.runner.round", "", "walk", "sample", ""),
