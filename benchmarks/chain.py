@@ -33,7 +33,7 @@ def measure(llm: LLM, prompts: list[str], temperature: float, max_tokens: int) -
         drafts.clear()
         num_accepted = result.accepted.num_accepted.tolist()
         for depth in range(num_steps):
-            p = (result.logits[:, depth] / temperature).softmax(-1)
+            p = (llm.runner.target.model.logits(result.hidden[:, depth]) / temperature).softmax(-1)
             q = (levels[depth][:, 0] / temperature).softmax(-1)
             common = torch.minimum(p, q).sum(-1).tolist()
             for b, m in enumerate(num_accepted):

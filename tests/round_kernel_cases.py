@@ -234,7 +234,12 @@ def test_sample_random_logits(stages: frozenset[str], vocab: int) -> None:
     for seed in range(1 if IS_SMALL else 6):
         tree = random_tree(batch, nodes, seed)
         logits = random_logits(generator(seed), batch, nodes, vocab, scale=[4.0, 0.5, 20.0][seed % 3]).to(DEVICE)
-        check_tokens(logits, rows_of(batch, vocab, seed, stages), tree)
+        rows = rows_of(batch, vocab, seed, stages)
+        check_tokens(logits, rows, tree)
+        # Again where the tokens of the paths, and the stop ids among them, are the likely ones.
+        rows.stop_ids[:, 0] = torch.arange(batch, device=DEVICE) % 5
+        logits[..., :5] += 30.0
+        check_tokens(logits, rows, tree)
 
 
 @pytest.mark.parametrize("longest", [None, 16, 128])
