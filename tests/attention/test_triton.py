@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from treedraft.attention import BACKENDS, Needs, check_backend, make_backend
+from treedraft.attention import BACKENDS, Needs, check_backend, choose_backend, make_backend
 from treedraft.config import EngineConfig
 from treedraft.errors import ConfigError
+from treedraft.runner.build import lay_out
 from treedraft.types import TreeRows
 
 NAMES = ["triton", "triton-deterministic"]
@@ -49,17 +50,35 @@ def test_run_on_the_meta_device_gives_shapes(name, heads):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "expected"),
+    ("options", "expected"),
     [
-        ("cuda", "bfloat16", "triton"),
-        ("cuda", "auto", "triton"),
-        ("cuda", "float64", "torch"),
-        ("cpu", "auto", "torch"),
+        ({"device": "cuda"}, ("triton", "triton")),
+        ({"device": "cuda", "dtype": "float64"}, ("torch", "torch")),
+        ({"device": "cuda", "deterministic": True}, ("triton-deterministic", "triton")),
+        ({"device": "cuda", "attention_backend": "torch"}, ("torch", "torch")),
+        ({"device": "cpu"}, ("torch", "torch")),
     ],
 )
-def test_resolve_auto_is_triton_where_its_requirements_hold(device, dtype, expected):
-    config = EngineConfig(model="demo", device=device, dtype=dtype).resolve(has_cuda=True)
-    assert (config.attention_backend, config.draft_attention_backend) == (expected, expected)
+def test_lay_out_auto_is_the_fastest_backend_that_fits(options, expected):
+    config = lay_out(EngineConfig(**options).resolve(has_cuda=True)).config
+    assert (config.attention_backend, config.draft_attention_backend) == expected
+
+
+@pytest.mark.parametrize(
+    ("page_size", "is_there", "expected"), [(64, True, "gluon"), (64, False, "triton"), (16, True, "triton")]
+)
+def test_choose_backend_takes_gluon_where_device_and_sizes_fit(page_size, is_there, expected, monkeypatch):
+    monkeypatch.setattr("treedraft.attention.gluon.is_available", lambda: is_there)
+    assert choose_backend(Needs("verify", "cuda", "bfloat16", page_size, (512, 64), has_trees=True)) == expected
+
+
+def test_deterministic_refuses_what_is_not_invariant():
+    with pytest.raises(ConfigError, match="on the CPU use dtype float64"):
+        EngineConfig(device="cpu", deterministic=True).resolve(has_cuda=True)
+    with pytest.raises(ConfigError, match="may be: triton-deterministic"):
+        check_backend("triton", Needs("verify", "cuda", "bfloat16", 16, (64, 32), True, is_deterministic=True))
+    with pytest.raises(ConfigError, match="takes float32, bfloat16, not float64"):
+        choose_backend(Needs("verify", "cuda", "float64", 16, (64, 32), True, is_deterministic=True))
 
 
 def test_flashmla_refuses_other_widths_and_pages():

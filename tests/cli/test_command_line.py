@@ -48,7 +48,8 @@ ENGINE = (
     "--model --model-path --draft --speculative-draft-model-path --load-format --device --dtype --page-size "
     "--block-size --max-context --max-model-len --context-length --max-batch --max-running-requests --kv-memory "
     "--mem-fraction-static --gpu-memory-utilization --cuda-graph --disable-cuda-graph --enforce-eager "
-    "--attention-backend --draft-attention-backend --speculative-draft-attention-backend --debug --seed"
+    "--attention-backend --draft-attention-backend --speculative-draft-attention-backend --deterministic "
+    "--enable-deterministic-inference --debug --seed"
 ).split()
 TREE = (
     "--speculative-num-steps --speculative-eagle-topk --speculative-num-draft-tokens --shared-noise --no-shared-noise"
@@ -132,6 +133,7 @@ def test_generate_passes_the_flags_on() -> None:
             "cuda_graph": "auto",
             "attention_backend": "auto",
             "draft_attention_backend": "auto",
+            "deterministic": False,
             "debug": None,
             "seed": 7,
             "speculative": SpeculativeConfig(num_steps=3, topk=2, num_draft_tokens=9, shared_noise=False),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from treedraft.attention.packed import Reserved
 
 PREFERRED = ("gluon", "triton", "torch")  # what "auto" means: the first that can do what is needed
-PREFERRED_DETERMINISTIC = ("triton-deterministic",)
+DETERMINISTIC = ("triton-deterministic",)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def choose_backend(needs: Needs) -> str:
 
     Raise ConfigError when none can. Asks the device whether its kernels are there.
     """
-    preferred = PREFERRED_DETERMINISTIC if needs.is_deterministic else PREFERRED
+    preferred = DETERMINISTIC if needs.is_deterministic else PREFERRED
     for name in preferred:
         if not _missing(BACKENDS[name], needs) and _is_there(BACKENDS[name]):
             return name

@@ -30,7 +30,8 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")
 # (module, class or "", function, step of the round or "", kind of work or "")
 WRAPPED: tuple[tuple[str, str, str, str, str], ...] = (
     ("treedraft.runner.drafter", "EagleDrafter", "propose", "draft", ""),
-    ("treedraft.runner.drafter", "", "select", "select", ""),
+    ("treedraft.runner.operators", "TorchOperators", "select", "select", ""),
+    ("treedraft.runner.operators", "TritonOperators", "select", "select", ""),
     ("treedraft.runner.drafter", "EagleDrafter", "_best_children", "", "children"),
     ("treedraft.runner.round", "Target", "verify", "verify", ""),
     ("treedraft.runner.round", "", "round_noise", "sample", ""),
