@@ -84,8 +84,8 @@ def allocations(profiled: profile) -> list[int]:
 
 
 def predicted(arguments: dict[str, Any]) -> tuple[Budget, str]:
-    config = EngineConfig(device="cpu", **arguments).resolve(has_cuda=False)
-    return budget(config, 2**34), config.attention_backend
+    made = budget(EngineConfig(device="cpu", **arguments).resolve(has_cuda=False), 2**34)
+    return made, made.layout.config.attention_backend
 
 
 @pytest.mark.parametrize("arguments", CONFIGS, ids=IDS)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from treedraft.models.config import MoeConfig
 from treedraft.models.layers import (
-    WIDE,
     Matrix,
     NamedViews,
     Products,
@@ -156,9 +155,8 @@ class MoE(nn.Module):
             if x.dtype == torch.bfloat16 and self.hidden_size % 8 == self.size % 8 == 0:
                 return self.segmented(rows, routing).view(x.shape)
         summed_max_pairs = SUMMED_MAX_PAIRS if self.packed is None else SUMMED_MAX_PAIRS_IF_PACKED
-        is_summed = is_cpu and x.dtype in WIDE  # in bfloat16 torch would copy the weights inside
-        if pairs_per_expert <= (summed_max_pairs if is_summed else GATHERED_MAX_PAIRS):
-            form = self.summed if is_summed else self.gathered
+        if pairs_per_expert <= (summed_max_pairs if is_cpu else GATHERED_MAX_PAIRS):
+            form = self.summed if is_cpu else self.gathered
         else:
             form = self.dense if is_static else self.grouped
         return form(rows, routing).view(x.shape)
