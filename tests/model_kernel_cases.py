@@ -57,11 +57,12 @@ def make_moe(config: MoeConfig, hidden: int, device: str, dtype: torch.dtype) ->
 
 
 def check_linear(device: str, dtype: torch.dtype) -> None:
-    from treedraft.kernels.linear import linear_heads_triton, linear_triton
+    from treedraft.kernels.linear import linear_heads_triton, linear_row_triton, linear_triton
 
     for rows, width, columns in ((1, 64, 48), (5, 100, 40), (16, 33, 7), (37, 96, 130)):
         x, weight = random(rows, width, device=device, dtype=dtype), random(columns, width, device=device, dtype=dtype)
         assert_near(linear_triton(x, weight), F.linear(x, weight), dtype)
+        assert_near(linear_row_triton(x, weight), F.linear(x, weight), dtype)
         logits = linear_triton(x.view(1, rows, width), weight, torch.float32)
         assert logits.dtype == torch.float32
         assert_near(logits, F.linear(x.float(), weight.float())[None], torch.float32)

@@ -1,8 +1,8 @@
 """Kernels that start while the one before them ends: programmatic dependent launch (CUDA programming guide).
 
-A chained kernel may be on the device before its predecessor has finished. It may then read constants, such as weights,
-and must `join` before it touches anything else, in every program: so whoever waits for it waits for all before it too.
-`join` also lets the next chained kernel start. Beside kernels that are not chained all this has no effect.
+A chained kernel may be on the device before its predecessors have ended, as soon as all programs of the one before it
+have started. It may then read constants, such as weights, and must `join` before it touches anything else, in every
+program: so whoever waits for it waits for all before it too. Beside kernels that are not chained this has no effect.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -32,10 +32,10 @@ def _has_chains(device: torch.device) -> bool:
 
 @triton.jit
 def join(IS_CHAINED: tl.constexpr):
-    """Wait for all kernels before this one, and let the next start."""
+    """Let the next kernel start, and wait until all before this one have ended and their results are seen."""
     if IS_CHAINED:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

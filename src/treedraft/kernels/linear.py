@@ -1,7 +1,8 @@
 """Linear maps of few rows: the weight is read once, at the memory's speed, and no row's sum depends on its neighbours.
 
-One tile shape serves any number of rows, and one program walks a column's whole sum in order. So a row's result is the
-same bits alone and among others, which is what `--deterministic` asks for; for few rows it is also the fastest form.
+A program walks its columns' whole sums in order, 16 products at a time, as the matrix units do in any tile shape. So a
+row's result is the same bits alone and among others, which is what `--deterministic` asks for (tests/gpu compares tile
+shapes); for few rows it is also the fastest form. A single row has a kernel without matrix units, with other last bits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from treedraft.kernels.chain import chained, fetch_slab, join
 
-ROWS = 16  # of a tile, the smallest that the matrix units take; never another, or bits would depend on it
+ROWS = 16  # of a tile, the fewest that the matrix units take
 
 
 class Tile(NamedTuple):
-    """Shape of a program's work. Bits of the result depend on block_k alone (block_m: 16 or 32, see kernels' tests)."""
+    """Shape of a program's work. It changes the time alone: in bfloat16 on Hopper every shape gave the same bits."""
 
     block_n: int
     block_k: int
@@ -31,13 +32,18 @@ class Tile(NamedTuple):
     block_m: int = ROWS
 
 
-def tile_of(num_columns: int, num_heads: int, width: int, dtype: torch.dtype) -> Tile:
-    """Choose a tile for weights [num_heads, num_columns, width]. The number of rows must not matter."""
+def tile_of(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
+    """Choose a tile for so many rows and columns of all heads, as measured (benchmarks/notes.md)."""
     if dtype == torch.float32:
         return Tile(32, 32, 4, 2)
-    if num_heads * num_columns >= WIDE_COLUMNS:
-        return Tile(64, 128, 4, 4)
-    return Tile(32, 128, 4, 6) if num_heads * num_columns >= MEDIUM_COLUMNS else Tile(16, 256, 4, 6)
+    if num_rows <= ROWS:
+        if num_columns >= WIDE_COLUMNS:
+            return Tile(64, 128, 4, 4)
+        return Tile(32, 128, 4, 6) if num_columns >= MEDIUM_COLUMNS else Tile(16, 256, 4, 6)
+    block_m = 32 if num_rows <= 32 else 64
+    if num_columns >= WIDE_COLUMNS:
+        return Tile(64, 64, 4, 6, block_m)
+    return Tile(32, 128, 4, 4, block_m) if num_columns >= MEDIUM_COLUMNS else Tile(16, 256, 4, 4, block_m)
 
 
 WIDE_COLUMNS = 16384  # enough programs of 64 columns for every multiprocessor
@@ -75,7 +81,7 @@ def linear_heads_triton(
     out = torch.empty((num_rows, num_heads, num_columns), dtype=out_dtype or x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    tile = tile or tile_of(num_columns, num_heads, width, x.dtype)
+    tile = tile or tile_of(num_rows, num_heads * num_columns, x.dtype)
     grid = (triton.cdiv(num_rows, tile.block_m), triton.cdiv(num_columns, tile.block_n), num_heads)
     _linear_kernel[grid](
         x,
@@ -148,3 +154,59 @@ def _linear_kernel(
         total = tl.dot(a, b, total, input_precision="ieee")
     place = out + row[:, None] * out_row + head * out_head + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=is_row & is_column)
+
+
+def linear_row_triton(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, block_n: int = 4) -> Tensor:
+    """As linear_triton, without matrix units: for one row, where all that counts is to have every load under way.
+
+    block_n: weight rows of a program, a power of two. Bits depend on no other row, but differ from linear_triton's.
+    """
+    rows, (num_columns, width) = x.reshape(-1, x.shape[-1]), weight.shape
+    out = torch.empty((*x.shape[:-1], num_columns), dtype=out_dtype or x.dtype, device=x.device)
+    _linear_row_kernel[(triton.cdiv(num_columns, block_n), len(rows))](
+        rows,
+        weight,
+        out,
+        num_columns,
+        width,
+        rows.stride(0),
+        weight.stride(0),
+        BLOCK_N=block_n,
+        BLOCK_K=min(ROW_CHUNK, triton.next_power_of_2(width)),
+        **chained(x),
+        num_warps=4,
+    )
+    return out
+
+
+ROW_CHUNK = 2048  # weights of a column that a program of linear_row_triton holds at once
+
+
+@triton.jit
+def _linear_row_kernel(
+    x,  # [T, K]
+    weight,  # [N, K]
+    out,  # [T, N]
+    num_columns,
+    width,
+    x_row,
+    weight_row,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    is_column = (column < num_columns)[:, None]
+    tile = weight + column[:, None] * weight_row + k[None, :]
+    weights = tl.load(tile, mask=is_column & (k < width)[None, :], other=0.0)  # constant: on the way before `join`
+    join(IS_CHAINED)
+    products = weights.to(tl.float32) * tl.load(x + row * x_row + k, mask=k < width, other=0.0).to(tl.float32)[None, :]
+    for start in range(BLOCK_K, width, BLOCK_K):
+        is_inside = start + k < width
+        weights = tl.load(tile + start, mask=is_column & is_inside[None, :], other=0.0)
+        inputs = tl.load(x + row * x_row + start + k, mask=is_inside, other=0.0)
+        products += weights.to(tl.float32) * inputs.to(tl.float32)[None, :]
+    total = tl.sum(products, 1).to(out.dtype.element_ty)
+    tl.store(out + row * num_columns + column, total, mask=column < num_columns)

@@ -120,9 +120,11 @@ class Matrix:
         return self.products == "invariant" or (x.dtype == torch.bfloat16 and x.numel() <= FUSED_ROWS * x.shape[-1])
 
     def _fused(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        from treedraft.kernels.linear import linear_triton  # here: triton is needed on a GPU alone
+        from treedraft.kernels.linear import WIDE_COLUMNS, linear_row_triton, linear_triton  # on a GPU alone
 
-        return linear_triton(x, self.weight, out_dtype)
+        is_row = x.numel() == x.shape[-1] and len(self.weight) < WIDE_COLUMNS
+        product = linear_row_triton if is_row and self.products == "fast" else linear_triton
+        return product(x, self.weight, out_dtype)
 
 
 def has_packed_product() -> bool:
