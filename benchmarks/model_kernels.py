@@ -57,7 +57,7 @@ class Measured:
 
     kernel: str
     rows: int
-    form: str  # "fused", "torch" or "row", the product of one row
+    form: str  # "fused" or "torch"
     time_us: float
     roofline_us: float
 
@@ -127,7 +127,7 @@ def both(kernel: str, rows: int, num_bytes: float, calls: list[Callable[[], obje
 
 def linears(rows: int) -> list[Measured]:
     """Plain products: the Triton kernel against cuBLAS, whichever of them serves."""
-    from treedraft.kernels.linear import linear_row_triton, linear_triton
+    from treedraft.kernels.linear import linear_triton
 
     found = []
     shapes = {"qkv": (3648, 2048), "out": (2048, 2048), "dense gate_up": (21888, 2048), "dense down": (2048, 10944)}
@@ -139,9 +139,6 @@ def linears(rows: int) -> list[Measured]:
         cublas = [partial(torch.mm, x, w.t(), out_dtype=out_dtype) for w in weights]
         found.append(Measured(name, rows, "fused", time_us(fused), roofline))
         found.append(Measured(name, rows, "torch", time_us(cublas), roofline))
-        if rows == 1:
-            alone = [partial(linear_row_triton, x, w, out_dtype) for w in weights]
-            found.append(Measured(name, rows, "row", time_us(alone), roofline))
     return found
 
 

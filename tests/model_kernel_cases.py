@@ -57,12 +57,11 @@ def make_moe(config: MoeConfig, hidden: int, device: str, dtype: torch.dtype) ->
 
 
 def check_linear(device: str, dtype: torch.dtype) -> None:
-    from treedraft.kernels.linear import linear_heads_triton, linear_row_triton, linear_triton
+    from treedraft.kernels.linear import linear_heads_triton, linear_triton
 
     for rows, width, columns in ((1, 64, 48), (5, 100, 40), (16, 33, 7), (37, 96, 130)):
         x, weight = random(rows, width, device=device, dtype=dtype), random(columns, width, device=device, dtype=dtype)
         assert_near(linear_triton(x, weight), F.linear(x, weight), dtype)
-        assert_near(linear_row_triton(x, weight), F.linear(x, weight), dtype)
         logits = linear_triton(x.view(1, rows, width), weight, torch.float32)
         assert logits.dtype == torch.float32
         assert_near(logits, F.linear(x.float(), weight.float())[None], torch.float32)
@@ -135,6 +134,8 @@ def check_router(device: str, dtype: torch.dtype) -> None:
 
 
 def check_experts(device: str, dtype: torch.dtype) -> None:
+    from treedraft.kernels import moe as kernel
+
     for config in MOES[::2]:
         moe = make_moe(config, 48, device, dtype)
         for rows in (1, 19):
@@ -143,7 +144,10 @@ def check_experts(device: str, dtype: torch.dtype) -> None:
             exact = make_moe(config, 48, device, torch.float64)
             for given, wanted in zip(exact.parameters(), moe.parameters(), strict=True):
                 given.copy_(wanted)
-            assert_near(moe.few(x, routing), exact.gathered(x.double(), routing), dtype)
+            expected = exact.gathered(x.double(), routing)
+            assert_near(moe.few(x, routing), expected, dtype)
+    with patch.object(kernel, "SEARCHED_PAIRS", 32):  # pairs of the last case are found in several steps
+        assert_near(moe.few(x, routing), expected, dtype)
 
 
 def check_latent(device: str, dtype: torch.dtype) -> None:

@@ -2,7 +2,7 @@
 
 A program walks its columns' whole sums in order, 16 products at a time, as the matrix units do in any tile shape. So a
 row's result is the same bits alone and among others, which is what `--deterministic` asks for (tests/gpu compares tile
-shapes); for few rows it is also the fastest form. A single row has a kernel without matrix units, with other last bits.
+shapes); for few rows it is also fast.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treedraft.kernels.chain import chained, fetch_slab, join
+from treedraft.kernels.chain import chained, join
 
 ROWS = 16  # of a tile, the fewest that the matrix units take
 
@@ -48,16 +48,6 @@ def tile_of(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
 
 WIDE_COLUMNS = 16384  # enough programs of 64 columns for every multiprocessor
 MEDIUM_COLUMNS = 3072
-FETCHED_BYTES = 1 << 17  # at most, by one program
-FETCHING_PROGRAMS = 264  # programs up to which all run at once, so that fetching ahead is of use
-
-
-def _fetched_bytes(weight: Tensor, tile: Tile, grid: tuple[int, int, int]) -> int:
-    """Bytes of a program's rows of the weight to fetch ahead; 0 where they are no slab or the programs are many."""
-    (_, num_columns, width), lanes = weight.shape, 32 * tile.num_warps
-    num_bytes = min(tile.block_n * width * weight.element_size(), FETCHED_BYTES)
-    is_slab = weight.stride(1) == width and num_columns % tile.block_n == 0 and num_bytes % (16 * lanes) == 0
-    return num_bytes if is_slab and grid[0] * grid[1] * grid[2] <= FETCHING_PROGRAMS else 0
 
 
 def linear_triton(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, tile: Tile | None = None) -> Tensor:
@@ -100,8 +90,6 @@ def linear_heads_triton(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         IS_EVEN=width % tile.block_k == 0,
-        FETCHED=_fetched_bytes(weight, tile, grid),
-        LANES=32 * tile.num_warps,
         **chained(x),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -127,16 +115,11 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,  # width is a multiple of BLOCK_K
-    FETCHED: tl.constexpr,  # bytes of the weight that a program fetches while the kernel before this one ends
-    LANES: tl.constexpr,  # threads
     IS_CHAINED: tl.constexpr,
 ):
     head = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if IS_CHAINED and FETCHED > 0:
-        first = tl.program_id(1).to(tl.int64) * BLOCK_N
-        fetch_slab(weight + head * weight_head + first * weight_row, FETCHED, LANES)
     join(IS_CHAINED)
     k = tl.arange(0, BLOCK_K)
     is_row, is_column = (row < num_rows)[:, None], (column < num_columns)[None, :]
@@ -154,59 +137,3 @@ def _linear_kernel(
         total = tl.dot(a, b, total, input_precision="ieee")
     place = out + row[:, None] * out_row + head * out_head + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=is_row & is_column)
-
-
-def linear_row_triton(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, block_n: int = 4) -> Tensor:
-    """As linear_triton, without matrix units: for one row, where all that counts is to have every load under way.
-
-    block_n: weight rows of a program, a power of two. Bits depend on no other row, but differ from linear_triton's.
-    """
-    rows, (num_columns, width) = x.reshape(-1, x.shape[-1]), weight.shape
-    out = torch.empty((*x.shape[:-1], num_columns), dtype=out_dtype or x.dtype, device=x.device)
-    _linear_row_kernel[(triton.cdiv(num_columns, block_n), len(rows))](
-        rows,
-        weight,
-        out,
-        num_columns,
-        width,
-        rows.stride(0),
-        weight.stride(0),
-        BLOCK_N=block_n,
-        BLOCK_K=min(ROW_CHUNK, triton.next_power_of_2(width)),
-        **chained(x),
-        num_warps=4,
-    )
-    return out
-
-
-ROW_CHUNK = 2048  # weights of a column that a program of linear_row_triton holds at once
-
-
-@triton.jit
-def _linear_row_kernel(
-    x,  # [T, K]
-    weight,  # [N, K]
-    out,  # [T, N]
-    num_columns,
-    width,
-    x_row,
-    weight_row,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
-):
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    is_column = (column < num_columns)[:, None]
-    tile = weight + column[:, None] * weight_row + k[None, :]
-    weights = tl.load(tile, mask=is_column & (k < width)[None, :], other=0.0)  # constant: on the way before `join`
-    join(IS_CHAINED)
-    products = weights.to(tl.float32) * tl.load(x + row * x_row + k, mask=k < width, other=0.0).to(tl.float32)[None, :]
-    for start in range(BLOCK_K, width, BLOCK_K):
-        is_inside = start + k < width
-        weights = tl.load(tile + start, mask=is_column & is_inside[None, :], other=0.0)
-        inputs = tl.load(x + row * x_row + start + k, mask=is_inside, other=0.0)
-        products += weights.to(tl.float32) * inputs.to(tl.float32)[None, :]
-    total = tl.sum(products, 1).to(out.dtype.element_ty)
-    tl.store(out + row * num_columns + column, total, mask=column < num_columns)

@@ -7,7 +7,7 @@ pairs end at once.
     slots of the grid:   few pairs   one a pair; the first pair of an expert works for all of them
                          else        one an expert
                          and one for each shared expert, which every row chose
-    row blocks:          16 pairs of an expert each
+    row blocks:          16 or 32 pairs of an expert each
 
 A pair's result depends on its row and its expert alone: a program walks a whole sum in order, see kernels.linear.
 """
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treedraft.kernels.chain import chained, fetch_lines, join
+from treedraft.kernels.chain import chained, join
 from treedraft.kernels.linear import Tile
 
 
@@ -35,7 +35,6 @@ def tiles_of(num_rows: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
 
 
 SEARCHED_PAIRS = 256  # at once, by a program that looks for its expert's
-SHARED_FETCHED = 2048  # rows of a shared expert's gate and up that are fetched while the router chooses
 
 
 def experts_triton(
@@ -83,7 +82,6 @@ def experts_triton(
         BLOCK_N=first.block_n,
         BLOCK_K=first.block_k,
         IS_EVEN=x.shape[1] % first.block_k == 0,
-        FETCHED=1 << (min(x.shape[1], SHARED_FETCHED).bit_length() - 1) if size % first.block_n == 0 else 0,
         num_warps=first.num_warps,
         num_stages=first.num_stages,
         **common,
@@ -175,17 +173,8 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    FETCHED: tl.constexpr,  # rows of the weight that are fetched while the kernel before this one ends
     IS_CHAINED: tl.constexpr,
 ):
-    if IS_CHAINED and FETCHED > 0:
-        if (
-            tl.program_id(2) >= num_slots and tl.program_id(0) == 0
-        ):  # a shared expert's: known before the router's choice
-            shared = (NUM_EXPERTS + tl.program_id(2) - num_slots).to(tl.int64) * width * 2 * size
-            lines = weight + shared + tl.arange(0, FETCHED) * 2 * size + tl.program_id(1) * BLOCK_N
-            fetch_lines(lines)
-            fetch_lines(lines + size)
     join(IS_CHAINED)
     expert, pair, count = _find_pairs(
         indices,
