@@ -134,6 +134,8 @@ def check_router(device: str, dtype: torch.dtype) -> None:
 
 
 def check_experts(device: str, dtype: torch.dtype) -> None:
+    from treedraft.kernels import moe as kernel
+
     for config in MOES[::2]:
         moe = make_moe(config, 48, device, dtype)
         for rows in (1, 19):
@@ -142,7 +144,10 @@ def check_experts(device: str, dtype: torch.dtype) -> None:
             exact = make_moe(config, 48, device, torch.float64)
             for given, wanted in zip(exact.parameters(), moe.parameters(), strict=True):
                 given.copy_(wanted)
-            assert_near(moe.few(x, routing), exact.gathered(x.double(), routing), dtype)
+            expected = exact.gathered(x.double(), routing)
+            assert_near(moe.few(x, routing), expected, dtype)
+    with patch.object(kernel, "SEARCHED_PAIRS", 32):  # pairs of the last case are found in several steps
+        assert_near(moe.few(x, routing), expected, dtype)
 
 
 def check_latent(device: str, dtype: torch.dtype) -> None:

@@ -87,6 +87,29 @@ def test_invariant_products_of_many_rows_are_those_of_few() -> None:
                 assert torch.equal(some, all_rows[rows])
 
 
+@pytest.mark.parametrize("tile", [(16, 256, 4, 4, 16), (32, 128, 4, 4, 32), (64, 64, 4, 6, 64), (128, 64, 8, 4, 64)])
+def test_bits_do_not_depend_on_the_tile(tile: tuple[int, int, int, int, int]) -> None:
+    """So tiles may be chosen by the number of rows: the matrix units sum in the same steps in every shape."""
+    from treedraft.kernels.linear import Tile, linear_triton
+    from treedraft.kernels.moe import experts_triton
+
+    with torch.inference_mode():
+        x, weight = (random(n, 2048, device="cuda", dtype=torch.bfloat16) for n in (100, 3648))
+        expected = linear_triton(x, weight, torch.float32, Tile(32, 128, 4, 4))
+        assert torch.equal(linear_triton(x, weight, torch.float32, Tile(*tile)), expected)
+        moe = make_moe(V2_LITE, 1024, "cuda", torch.bfloat16)
+        rows = x[:, :1024].contiguous()
+        routing = moe.router(rows)
+        found = []
+        for each in (Tile(64, 64, 4, 4), Tile(*tile)):
+            hidden = rows.new_empty(100, 8, 1408)
+            parts = torch.empty(100, 8, 1024, device="cuda")
+            indices, weights = routing.indices.int(), routing.weights.float()
+            experts_triton(rows, indices, weights, moe.gate_up, moe.down, hidden, parts, (each, each))
+            found.append(parts)
+        assert torch.equal(*found)
+
+
 def test_fused_moe_captured_and_replayed_with_other_rows() -> None:
     """The kernels read nothing on the host, and leave the arrival counters as they were."""
     with torch.inference_mode():

@@ -1,8 +1,8 @@
 """Kernels that start while the one before them ends: programmatic dependent launch (CUDA programming guide).
 
-A chained kernel may be on the device before its predecessor has finished. It may then read constants, such as weights,
-and must `join` before it touches anything else, in every program: so whoever waits for it waits for all before it too.
-`join` also lets the next chained kernel start. Beside kernels that are not chained all this has no effect.
+A chained kernel may be on the device before its predecessor has ended. It may then read constants (weights, which no
+kernel under way writes), and must `join` before it touches anything else, in every program: so whoever waits for it
+waits for all before it too. `join` also lets the next chained kernel start. Between other kernels this has no effect.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -32,31 +32,7 @@ def _has_chains(device: torch.device) -> bool:
 
 @triton.jit
 def join(IS_CHAINED: tl.constexpr):
-    """Wait for all kernels before this one, and let the next start."""
+    """Wait until all kernels before this one have ended and their results are seen; then let the next one start."""
     if IS_CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-
-
-@triton.jit
-def fetch_lines(pointers):
-    """Bring the cache lines of pointers into the second cache. Before `join`: of constants only."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def fetch_slab(start, NUM_BYTES: tl.constexpr, LANES: tl.constexpr):
-    """As fetch_lines, of the bytes from a pointer on: a multiple of 16 * LANES, LANES being the threads."""
-    EACH: tl.constexpr = NUM_BYTES // LANES
-    lanes = start.to(tl.int64) + tl.arange(0, LANES) * EACH
-    sizes = tl.full([LANES], EACH, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [lanes, sizes],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -1,7 +1,8 @@
 """Linear maps of few rows: the weight is read once, at the memory's speed, and no row's sum depends on its neighbours.
 
-One tile shape serves any number of rows, and one program walks a column's whole sum in order. So a row's result is the
-same bits alone and among others, which is what `--deterministic` asks for; for few rows it is also the fastest form.
+A program walks its columns' whole sums in order, 16 products at a time, as the matrix units do in any tile shape. So a
+row's result is the same bits alone and among others, which is what `--deterministic` asks for (tests/gpu compares tile
+shapes); for few rows it is also fast.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,13 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treedraft.kernels.chain import chained, fetch_slab, join
+from treedraft.kernels.chain import chained, join
 
-ROWS = 16  # of a tile, the smallest that the matrix units take; never another, or bits would depend on it
+ROWS = 16  # of a tile, the fewest that the matrix units take
 
 
 class Tile(NamedTuple):
-    """Shape of a program's work. Bits of the result depend on block_k alone (block_m: 16 or 32, see kernels' tests)."""
+    """Shape of a program's work. It changes the time alone: in bfloat16 on Hopper every shape gave the same bits."""
 
     block_n: int
     block_k: int
@@ -31,27 +32,22 @@ class Tile(NamedTuple):
     block_m: int = ROWS
 
 
-def tile_of(num_columns: int, num_heads: int, width: int, dtype: torch.dtype) -> Tile:
-    """Choose a tile for weights [num_heads, num_columns, width]. The number of rows must not matter."""
+def tile_of(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
+    """Choose a tile for so many rows and columns of all heads, as measured (benchmarks/notes.md)."""
     if dtype == torch.float32:
         return Tile(32, 32, 4, 2)
-    if num_heads * num_columns >= WIDE_COLUMNS:
-        return Tile(64, 128, 4, 4)
-    return Tile(32, 128, 4, 6) if num_heads * num_columns >= MEDIUM_COLUMNS else Tile(16, 256, 4, 6)
+    if num_rows <= ROWS:
+        if num_columns >= WIDE_COLUMNS:
+            return Tile(64, 128, 4, 4)
+        return Tile(32, 128, 4, 6) if num_columns >= MEDIUM_COLUMNS else Tile(16, 256, 4, 6)
+    block_m = 32 if num_rows <= 32 else 64
+    if num_columns >= WIDE_COLUMNS:
+        return Tile(64, 64, 4, 6, block_m)
+    return Tile(32, 128, 4, 4, block_m) if num_columns >= MEDIUM_COLUMNS else Tile(16, 256, 4, 4, block_m)
 
 
 WIDE_COLUMNS = 16384  # enough programs of 64 columns for every multiprocessor
 MEDIUM_COLUMNS = 3072
-FETCHED_BYTES = 1 << 17  # at most, by one program
-FETCHING_PROGRAMS = 264  # programs up to which all run at once, so that fetching ahead is of use
-
-
-def _fetched_bytes(weight: Tensor, tile: Tile, grid: tuple[int, int, int]) -> int:
-    """Bytes of a program's rows of the weight to fetch ahead; 0 where they are no slab or the programs are many."""
-    (_, num_columns, width), lanes = weight.shape, 32 * tile.num_warps
-    num_bytes = min(tile.block_n * width * weight.element_size(), FETCHED_BYTES)
-    is_slab = weight.stride(1) == width and num_columns % tile.block_n == 0 and num_bytes % (16 * lanes) == 0
-    return num_bytes if is_slab and grid[0] * grid[1] * grid[2] <= FETCHING_PROGRAMS else 0
 
 
 def linear_triton(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, tile: Tile | None = None) -> Tensor:
@@ -75,7 +71,7 @@ def linear_heads_triton(
     out = torch.empty((num_rows, num_heads, num_columns), dtype=out_dtype or x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    tile = tile or tile_of(num_columns, num_heads, width, x.dtype)
+    tile = tile or tile_of(num_rows, num_heads * num_columns, x.dtype)
     grid = (triton.cdiv(num_rows, tile.block_m), triton.cdiv(num_columns, tile.block_n), num_heads)
     _linear_kernel[grid](
         x,
@@ -94,8 +90,6 @@ def linear_heads_triton(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         IS_EVEN=width % tile.block_k == 0,
-        FETCHED=_fetched_bytes(weight, tile, grid),
-        LANES=32 * tile.num_warps,
         **chained(x),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -121,16 +115,11 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,  # width is a multiple of BLOCK_K
-    FETCHED: tl.constexpr,  # bytes of the weight that a program fetches while the kernel before this one ends
-    LANES: tl.constexpr,  # threads
     IS_CHAINED: tl.constexpr,
 ):
     head = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if IS_CHAINED and FETCHED > 0:
-        first = tl.program_id(1).to(tl.int64) * BLOCK_N
-        fetch_slab(weight + head * weight_head + first * weight_row, FETCHED, LANES)
     join(IS_CHAINED)
     k = tl.arange(0, BLOCK_K)
     is_row, is_column = (row < num_rows)[:, None], (column < num_columns)[None, :]

@@ -7,10 +7,9 @@ pairs end at once.
     slots of the grid:   few pairs   one a pair; the first pair of an expert works for all of them
                          else        one an expert
                          and one for each shared expert, which every row chose
-    row blocks:          16 pairs of an expert each
+    row blocks:          16 or 32 pairs of an expert each
 
-A pair's result depends on its row, its expert and the tile shape alone: the matrix units' tile always has 16 rows, and
-a program walks a whole sum in order.
+A pair's result depends on its row and its expert alone: a program walks a whole sum in order, see kernels.linear.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,27 +22,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treedraft.kernels.chain import chained, fetch_lines, join
+from treedraft.kernels.chain import chained, join
 from treedraft.kernels.linear import Tile
 
 
-def gate_up_tile(dtype: torch.dtype) -> Tile:
-    """Tile of the first product; block_n columns of gate and as many of up."""
-    return Tile(32, 32, 4, 2) if dtype == torch.float32 else Tile(64, 64, 4, 4)
+def tiles_of(num_rows: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
+    """Tiles of both products, as measured (benchmarks/notes.md); the first has block_n columns of gate and of up."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)
+    block_m = 16 if num_rows <= 32 else 32
+    return Tile(64, 64, 4, 4, block_m), Tile(128, 64, 4, 4, block_m)
 
 
-def down_tile(dtype: torch.dtype) -> Tile:
-    """Tile of the second product."""
-    return Tile(32, 32, 4, 2) if dtype == torch.float32 else Tile(128, 64, 4, 4)
-
-
-SHARED_FETCHED = 2048  # rows of a shared expert's gate and up that are fetched while the router chooses
-DOWN_FETCHED = 256  # rows of each expert's down that are fetched while the first product ends
-
-
-def _fetched_rows(num_rows: int, most: int) -> int:
-    """The largest power of two that is at most both."""
-    return 1 << (min(num_rows, most).bit_length() - 1) if most else 0
+SEARCHED_PAIRS = 256  # at once, by a program that looks for its expert's
 
 
 def experts_triton(
@@ -65,7 +56,7 @@ def experts_triton(
     (num_rows, topk), num_each = indices.shape, parts.shape[1]
     num_shared = num_each - topk
     num_experts, size = gate_up.shape[0] - num_shared, down.shape[1]
-    first, second = tiles or (gate_up_tile(x.dtype), down_tile(x.dtype))
+    first, second = tiles or tiles_of(num_rows, x.dtype)
     num_pairs = num_rows * topk
     is_by_expert = num_pairs > num_experts
     num_slots = num_experts if is_by_expert else num_pairs
@@ -74,7 +65,7 @@ def experts_triton(
         "NUM_EACH": num_each,
         "NUM_EXPERTS": num_experts,
         "IS_BY_EXPERT": is_by_expert,
-        "PAIRS": triton.next_power_of_2(num_pairs),
+        "PAIRS": min(triton.next_power_of_2(num_pairs), SEARCHED_PAIRS),
         **chained(x),
     }
     _gate_up_kernel[(triton.cdiv(num_rows, first.block_m), triton.cdiv(size, first.block_n), num_slots + num_shared)](
@@ -91,7 +82,6 @@ def experts_triton(
         BLOCK_N=first.block_n,
         BLOCK_K=first.block_k,
         IS_EVEN=x.shape[1] % first.block_k == 0,
-        FETCHED=_fetched_rows(x.shape[1], SHARED_FETCHED) if size % first.block_n == 0 else 0,
         num_warps=first.num_warps,
         num_stages=first.num_stages,
         **common,
@@ -112,7 +102,6 @@ def experts_triton(
         BLOCK_N=second.block_n,
         BLOCK_K=second.block_k,
         IS_EVEN=size % second.block_k == 0,
-        FETCHED=_fetched_rows(size, DOWN_FETCHED) if x.shape[1] % second.block_n == 0 else 0,
         num_warps=second.num_warps,
         num_stages=second.num_stages,
         **common,
@@ -141,20 +130,26 @@ def _find_pairs(
         pair = rank * NUM_EACH + TOPK + shared
         count = num_rows - row_block * ROWS
     else:
-        place = tl.arange(0, PAIRS)
-        chosen = tl.load(indices + place, mask=place < num_rows * TOPK, other=-1)
         if IS_BY_EXPERT:
             expert = slot
         else:
             expert = tl.load(indices + slot)
-        is_own = (chosen == expert).to(tl.int32)
-        before = tl.cumsum(is_own, 0) - is_own
-        is_ranked = (before[None, :] == rank[:, None]) & (is_own[None, :] == 1)
-        found = tl.sum(tl.where(is_ranked, place[None, :], 0), 1)
+        found = tl.zeros([ROWS], tl.int32)
+        count = 0
+        num_before = 0  # pairs of the expert that belong to earlier slots
+        for start in range(0, num_rows * TOPK, PAIRS):
+            place = start + tl.arange(0, PAIRS)
+            chosen = tl.load(indices + place, mask=place < num_rows * TOPK, other=-1)
+            is_own = (chosen == expert).to(tl.int32)
+            before = count + tl.cumsum(is_own, 0) - is_own
+            is_ranked = (before[None, :] == rank[:, None]) & (is_own[None, :] == 1)
+            found += tl.sum(tl.where(is_ranked, place[None, :], 0), 1)
+            count += tl.sum(is_own, 0)
+            num_before += tl.sum(tl.where(place < slot, is_own, 0), 0)
         pair = found // TOPK * NUM_EACH + found % TOPK
-        count = tl.sum(is_own, 0) - row_block * ROWS
-        if not IS_BY_EXPERT:  # an earlier slot works for this expert
-            count = tl.where(tl.sum(tl.where(place < slot, is_own, 0), 0) > 0, 0, count)
+        count -= row_block * ROWS
+        if not IS_BY_EXPERT:
+            count = tl.where(num_before > 0, 0, count)  # an earlier slot works for this expert
     return expert.to(tl.int64), pair.to(tl.int64), count
 
 
@@ -173,22 +168,13 @@ def _gate_up_kernel(
     NUM_EACH: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     IS_BY_EXPERT: tl.constexpr,
-    PAIRS: tl.constexpr,  # T * k, rounded up to a power of two
+    PAIRS: tl.constexpr,  # that are searched at once
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    FETCHED: tl.constexpr,  # rows of the weight that are fetched while the kernel before this one ends
     IS_CHAINED: tl.constexpr,
 ):
-    if IS_CHAINED and FETCHED > 0:
-        if (
-            tl.program_id(2) >= num_slots and tl.program_id(0) == 0
-        ):  # a shared expert's: known before the router's choice
-            shared = (NUM_EXPERTS + tl.program_id(2) - num_slots).to(tl.int64) * width * 2 * size
-            lines = weight + shared + tl.arange(0, FETCHED) * 2 * size + tl.program_id(1) * BLOCK_N
-            fetch_lines(lines)
-            fetch_lines(lines + size)
     join(IS_CHAINED)
     expert, pair, count = _find_pairs(
         indices,
@@ -251,9 +237,9 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    FETCHED: tl.constexpr,  # rows of the weight that are fetched while the kernel before this one ends
     IS_CHAINED: tl.constexpr,
 ):
+    join(IS_CHAINED)
     expert, pair, count = _find_pairs(
         indices,
         tl.program_id(2),
@@ -267,12 +253,6 @@ def _down_kernel(
         PAIRS,
         ROWS,
     )
-    # The choice was there before the first product's kernel could let this one start: it may be read before `join`.
-    if IS_CHAINED and FETCHED > 0:
-        if count > 0:
-            lines = weight + expert * width * size + tl.arange(0, FETCHED) * width + tl.program_id(1) * BLOCK_N
-            fetch_lines(lines)
-    join(IS_CHAINED)
     if count > 0:
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
