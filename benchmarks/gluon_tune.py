@@ -1,5 +1,7 @@
 """Scratch timings."""
 import sys, math, torch, json, os
+sys.path.insert(0, os.path.dirname(__file__))
+import gluon_trace_kernel as trace
 import treedraft.kernels.gluon_mla as g, treedraft.kernels.mla_plan as mp
 from treedraft.attention import make_backend
 from treedraft.types import TreeRows
@@ -33,7 +35,7 @@ class Proxy:
         f = self.k[grid]
         return lambda *a, **kw: f(*a, **(kw | self.over))
 kernel = g._mla_kernel
-def measure(shape, ahead=None, cost=None, part=None, coop=None, plan_too=False):
+def measure(shape, ahead=None, cost=None, part=None, coop=None, plan_too=False, which=kernel):
     heads, tokens, batch, L = shape
     backend = make_backend('gluon')
     rows, kv, q = build(*shape)
@@ -43,7 +45,7 @@ def measure(shape, ahead=None, cost=None, part=None, coop=None, plan_too=False):
     over = {}
     if ahead is not None: over['AHEAD'] = ahead
     if coop is not None: over['launch_cooperative_grid'] = coop
-    g._mla_kernel = Proxy(kernel, over)
+    g._mla_kernel = Proxy(which, over)
     try:
         plan = backend.plan(rows, 64)
         f = lambda: backend.run_mla_with_lse(plan, kv, q, 512, 192**-0.5)
@@ -62,22 +64,46 @@ def measure(shape, ahead=None, cost=None, part=None, coop=None, plan_too=False):
 A, B, C = (128, 8, 64, 4096), (16, 64, 16, 8192), (16, 8, 16, 8192)
 D, D16, D32 = (16, 8, 1, 4096), (16, 16, 1, 4096), (16, 8, 1, 32768)
 calls = [(s, dict(plan_too=s in (A, C, D))) for s in [D, D16, D32, C, A, B, (16, 16, 1, 32768), (16, 16, 16, 8192), (16, 8, 64, 4096), (16, 1, 64, 4096), (16, 1, 1, 4096), (128, 8, 16, 32768), (128, 1, 64, 4096), (16, 4, 128, 8192)]]
-for ahead in (0, 1, 2): calls += [(C, dict(ahead=ahead)), ((16, 16, 16, 8192), dict(ahead=ahead))]
-for ahead in (0, 2): calls += [(A, dict(ahead=ahead)), (B, dict(ahead=ahead))]
+for ahead in (1, 2): calls += [(C, dict(ahead=ahead)), ((16, 16, 16, 8192), dict(ahead=ahead)), ((16, 8, 64, 4096), dict(ahead=ahead))]
+for ahead in (0, 2, 8): calls += [(A, dict(ahead=ahead)), (B, dict(ahead=ahead))]
 calls += [(s, dict(part=part)) for part in (1, 4) for s in (D, D16)] + [(D32, dict(part=part)) for part in (4, 12)]
 calls += [(D, dict(coop=False)), (C, dict(coop=False))]
 calls += [(s, dict(cost=cost)) for cost in (1, 4) for s in (C, A, (16, 8, 64, 4096))]
+def show_trace(shape):
+    backend = make_backend('gluon')
+    rows, kv, q = build(*shape)
+    plan = backend.plan(rows, 64)
+    ws = torch.zeros(21_000_000, device='cuda')
+    backend._workspaces.insert(0, ws)
+    g._mla_kernel = trace._mla_kernel
+    f = lambda: backend.run_mla_with_lse(plan, kv, q, 512, 192**-0.5)
+    f(); torch.cuda.synchronize()
+    gr = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(gr): f()
+    gr.replay()
+    for rep in range(2):
+        big.zero_(); gr.replay(); torch.cuda.synchronize()
+        t = ws[20_000_000:20_000_000 + 132 * 64].view(torch.int64).view(132, 16, 2)[:, :10].cpu()
+        busy = t[:, 3, 0] > t[:, 0, 0]
+        t = t[busy]
+        clock = (t[:, :, 0] - t[:, :1, 0]).double() / 1.75e3
+        wall = (t[:, :, 1] - t[:, 0, 1].min()).double() / 1e3
+        print(shape, 'blocks', len(t), 'us from entry (clock at 1.75 GHz): median', [round(x, 2) for x in clock.median(0).values.tolist()], 'max', [round(x, 2) for x in clock.max(0).values.tolist()])
+        print('   wall (globaltimer) min', [round(x, 1) for x in wall.min(0).values.tolist()], 'max', [round(x, 1) for x in wall.max(0).values.tolist()], flush=True)
+    g._mla_kernel = kernel
 if __name__ == '__main__':
     if len(sys.argv) > 1:
         k, n = map(int, sys.argv[1:])
         timeit = lambda f: (f(), torch.cuda.synchronize(), 1.0)[-1]
         seen = []
         for s, kw in calls:
-            key = (s[:2], kw.get('ahead'), kw.get('coop'))
+            key = (s[:2], kw.get('ahead'), kw.get('coop'), str(kw.get('which')))
             if key not in seen:
                 seen.append(key)
                 if (len(seen) - 1) % n == k: measure((s[0], s[1], 1, 1024), **{x: y for x, y in kw.items() if x != 'plan_too'})
+        if k == 0: show_trace(D)
         sys.exit()
     e = torch.empty(1, device='cuda')
     print('empty graph op', timeit(lambda: e.add_(1)))
+    for s in (D, D16, D32): show_trace(s)
     for s, kw in calls: measure(s, **kw)

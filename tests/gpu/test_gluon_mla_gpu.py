@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import treedraft
+from graph_cases import run as run_rounds
+from treedraft import LLM, SamplingParams, SpeculativeConfig
 from treedraft.attention import make_backend
-from treedraft.errors import InvariantError
+from treedraft.demo.padding import pad_checkpoint
+from treedraft.errors import ConfigError, InvariantError
 from treedraft.kv.allocator import NUM_RESERVED_PAGES
 from treedraft.types import TreeRows
 
@@ -19,6 +25,9 @@ pytestmark = [
 PAGE, WIDTH, LATENT, SCALE = 64, 576, 512, 192**-0.5
 LENS = [0, 1, 63, 64, 65, 130, 1000, 4097]
 NO_PAGE = 2**31 - 1  # what unused entries of the page table name
+# Largest error of a row over its largest value, and of a sequence in the root of the mean square. Rounding the exact
+# result to bfloat16 alone gives up to 2^-8 = 3.9e-3 and about 1.7e-3; the rest is weights rounded to bfloat16.
+WORST, RMS = 5e-3, 2.1e-3
 
 
 class Case:
@@ -81,8 +90,9 @@ class Case:
             wanted, wanted_lse = self.expected(b)
             difference = out[b].double() - wanted
             worst = (difference.abs().amax(-1) / wanted.abs().amax(-1)).max()
-            assert worst <= 4e-3, (b, self.lens[b], float(worst))
-            assert difference.norm() / wanted.norm() <= 2e-3, (b, self.lens[b])
+            assert worst <= WORST, (b, self.lens[b], float(worst))
+            rms = float(difference.norm() / wanted.norm())
+            assert rms <= RMS, (b, self.lens[b], rms)
             assert (lse[b].double() - wanted_lse).abs().max() <= 1e-4, (b, self.lens[b])
 
 
@@ -209,3 +219,40 @@ def test_plan_other_page_size_raises(backend):
     case = Case([5], 1, 16)
     with pytest.raises(InvariantError, match="page_size 16"):
         backend.plan(case.rows, 16)
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    folder, demo = tmp_path_factory.mktemp("padded"), Path(treedraft.__file__).parent / "demo"
+    return [str(pad_checkpoint(demo / part, folder / part)) for part in ("model", "draft")]
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_generate_graph_equals_eager_tree_for_tree_and_torch_in_bfloat16(padded, demo_prompts, topk):
+    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 4
+
+    def rounds(backend, cuda_graph):
+        llm = LLM(
+            *padded,
+            device="cuda",
+            dtype="bfloat16",
+            page_size=PAGE,
+            max_batch=4,
+            max_context=128,
+            speculative=SpeculativeConfig(3, topk, 2 + 2 * topk),
+            attention_backend=backend,
+            cuda_graph=cuda_graph,
+        )
+        return run_rounds(llm, demo_prompts[:4], params)
+
+    eager, graph, wanted = rounds("gluon", "off"), rounds("gluon", "on"), rounds("torch", "off")
+    assert graph == eager
+    # bfloat16 rounds a near-tie another way now and then; from there a greedy text goes its own way.
+    assert sum(given == text for given, text in zip(eager[0], wanted[0])) >= 2
+
+
+def test_gluon_refuses_other_latents_and_pages_at_start(padded):
+    with pytest.raises(ConfigError, match="latent 512"):
+        LLM("demo", device="cuda", dtype="bfloat16", page_size=PAGE, attention_backend="gluon")
+    with pytest.raises(ConfigError, match="page sizes 64"):
+        LLM(*padded, device="cuda", dtype="bfloat16", page_size=16, attention_backend="gluon")
