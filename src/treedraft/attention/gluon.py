@@ -21,7 +21,8 @@ from treedraft.types import TreeRows
 if TYPE_CHECKING:
     from treedraft.kernels.mla_plan import Schedule
 
-LATENT, ROPE, PAGE_SIZE = 512, 64, 64
+LATENT, ROPE = 512, 64
+PAGE_SIZES = (16, 32, 64, 128, 256)  # kernels.gluon_mla's, which is not imported without a GPU
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class GluonPrefixPlan:
     page_table: Tensor  # [B, W] int32
     kv_lens: Tensor  # [B] int64
     max_kv_len: int
+    page_size: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class GluonPlan:
 
 
 class GluonTreeAttention:
-    """attention.base.TreeAttention for latent 512 + rope 64 in bfloat16, pages of 64, compute capability 9.0."""
+    """attention.base.TreeAttention for latent 512 + rope 64 in bfloat16, compute capability 9.0."""
 
     def __init__(self, part_tiles: int | None = None) -> None:
         """part_tiles: cut sequences at multiples of so many tiles of 64 keys, so that a row's sums have the same order
@@ -54,16 +56,16 @@ class GluonTreeAttention:
         """
         _check_device()
         self.part_tiles = part_tiles
-        self._workspaces: list[Tensor] = []
+        self._workspaces: list[tuple[Tensor, Tensor]] = []
 
     def plan_prefix(
         self, page_table: Tensor, kv_lens: Tensor, max_kv_len: int, tail_slots: Tensor, page_size: int
     ) -> GluonPrefixPlan:
         """See base.TreeAttention.plan_prefix."""
         check_room(page_table, max_kv_len, page_size)
-        if page_size != PAGE_SIZE:
-            raise InvariantError(f"the gluon kernel reads pages of {PAGE_SIZE}; got page_size {page_size}")
-        return GluonPrefixPlan(page_table, kv_lens, max_kv_len)
+        if page_size not in PAGE_SIZES:
+            raise InvariantError(f"the gluon kernel reads pages of {PAGE_SIZES} slots; got page_size {page_size}")
+        return GluonPrefixPlan(page_table, kv_lens, max_kv_len, page_size)
 
     def plan_tree(self, prefix: GluonPrefixPlan, ancestor_bits: Tensor, tree_len: int) -> GluonPlan:
         """See base.TreeAttention.plan_tree."""
@@ -101,6 +103,7 @@ class GluonTreeAttention:
             q.contiguous(),
             kv,
             plan.prefix.page_table,
+            plan.prefix.page_size,
             plan.ancestor_bits,
             schedule,
             self._workspace(schedule, q.device),
@@ -126,15 +129,15 @@ class GluonTreeAttention:
             )
         return plan.schedules[num_heads]
 
-    def _workspace(self, schedule: Schedule, device: torch.device) -> Tensor:
+    def _workspace(self, schedule: Schedule, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where parts of sequences wait for each other. Kept when outgrown, since captured graphs hold its address."""
-        from treedraft.kernels.gluon_mla import workspace_numbers
+        from treedraft.kernels.gluon_mla import TILE, make_workspace, num_places
 
-        size = workspace_numbers(schedule)
-        for workspace in self._workspaces:
-            if workspace.device == device and len(workspace) >= size:
-                return workspace
-        self._workspaces.append(torch.zeros(size, dtype=torch.float32, device=device))
+        places = num_places(schedule)
+        for partial, notes in self._workspaces:
+            if partial.device == device and len(partial) >= places * TILE:
+                return partial, notes
+        self._workspaces.append(make_workspace(places, device))
         return self._workspaces[-1]
 
 

@@ -1,4 +1,4 @@
-"""Tree attention over an MLA cache (latent 512 + rope 64, bfloat16, pages of 64) for sm_90, in Gluon of Triton 3.6.
+"""Tree attention over an MLA cache (latent 512 + rope 64, bfloat16) for sm_90, in Gluon of Triton 3.6.
 
 A thread block works on 64 query rows (token * heads + head) and a range of key tiles of 64 keys, item after item
 (kernels.mla_plan), 12 warps:
@@ -28,6 +28,7 @@ The schedule of the halves follows the published description of FlashMLA's kerne
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,20 +45,23 @@ from treedraft.kernels import mla_plan
 from treedraft.kernels.mla_plan import TILE, Schedule
 
 LATENT, ROPE = 512, 64
+PAGE_SIZES = (16, 32, 64, 128, 256)
 PREFETCH_FROM = 8  # row tiles that share a key range: from here on its pages are fetched into L2 ahead of their use
 PREFETCH_PAIRS = 4  # how far ahead
-PLACE_NUMBERS = TILE * LATENT + TILE + 32  # of a part: output, log-sum-exps in base 2, two counters, padding
+NOTES_NUMBERS = TILE + 32  # of a part: log-sum-exps in base 2, two counters, padding
 LOG2_E = 1.4426950408889634
 
 COLUMNS = gl.constexpr(mla_plan.COLUMNS)
-PLACE = gl.constexpr(PLACE_NUMBERS)
+NOTES = gl.constexpr(NOTES_NUMBERS)
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e30)  # the maximum of no scores: finite, so that exp2(-inf - LOWEST) is 0 and no NaN
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # 64 x 64
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # 64 x 256
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, HALF, 2))  # P as an operand from registers
 CHUNK = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 64 x 64 of shared memory, 16 bytes a thread
-MERGE = gl.constexpr(gl.BlockedLayout([16, 4], [1, 32], [1, 4], [1, 0]))  # 16 parts x 512 columns, four a thread
+# Rows x parts x 512 columns: few parts, a row for each warp; many parts, all warps on one row.
+MERGE_FEW = gl.constexpr(gl.BlockedLayout([1, 4, 16], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+MERGE_MANY = gl.constexpr(gl.BlockedLayout([1, 16, 4], [1, 1, 32], [1, 1, 4], [2, 1, 0]))
 LANES_OF_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 SWIZZLED = gl.constexpr(SHARED)
@@ -113,21 +117,41 @@ def _num_whole(lo, hi, kv_len):
 
 
 @gluon.jit
-def _expect(full, buffer, desc, row, column):
-    """Load a piece of 64 columns."""
+def _load_piece(full, buffer, kv_desc, slots, column, PAGE: gl.constexpr):
+    """Load 64 keys' 64 columns; slots: the first slot of each page's share."""
     mbarrier.expect(full, 64 * 64 * 2)
-    tma.async_copy_global_to_shared(desc, [row, column], full, buffer)
+    share: gl.constexpr = min(PAGE, 64)
+    for i in gl.static_range(64 // share):
+        to = buffer if share == 64 else buffer.slice(i * share, share, dim=0)
+        tma.async_copy_global_to_shared(kv_desc, [slots[i], column], full, to)
 
 
 @gluon.jit
-def _prefetch_page(pool, page, is_on):
-    """Fetch a page of 64 x 576 numbers into L2: one instruction of one thread."""
-    address = (pool + page.to(gl.int64) * (64 * 576)).to(gl.int64, bitcast=True)
+def _slots(row_of_table, tile, PAGE: gl.constexpr):
+    """First slot of each page's share of a key tile, four of them: of pages of 16, 32 or a multiple of 64 slots."""
+    if PAGE >= 64:
+        first = _read(row_of_table + tile // (PAGE // 64)) * PAGE + tile % (PAGE // 64) * 64
+        return first, first, first, first
+    else:
+        pages: gl.constexpr = 64 // PAGE
+        at = row_of_table + tile * pages
+        first = _read(at) * PAGE
+        last = _read(at + pages - 1) * PAGE
+        if PAGE == 32:
+            return first, last, first, first
+        else:
+            return first, _read(at + 1) * PAGE, _read(at + 2) * PAGE, last
+
+
+@gluon.jit
+def _prefetch_slots(pool, slot, size, is_on):
+    """Fetch `size` bytes from a slot on into L2: one instruction of one thread."""
+    address = (pool + slot.to(gl.int64) * 576).to(gl.int64, bitcast=True)
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; setp.ne.and.u32 p, $2, 0, p; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], 73728; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [address, is_on.to(gl.int32)],
+        "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [address, is_on.to(gl.int32), size],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -153,7 +177,7 @@ def _load(
     kv_desc,
     q_desc,
     pool,
-    num_pages,
+    num_slots,
     page_table,
     table_stride,
     bits,
@@ -170,6 +194,7 @@ def _load(
     LOADS_ROPE: gl.constexpr,
     WARMS_BITS: gl.constexpr,
     AHEAD: gl.constexpr,
+    PAGE: gl.constexpr,
     TOKENS: gl.constexpr,
     HEADS: gl.constexpr,
     WORDS: gl.constexpr,
@@ -193,6 +218,7 @@ def _load(
         lo = _read(at + 1)
         hi = _read(at + 2)
         first_page = _read(at + 7 + ODD)
+        last_tile = hi - 1
         row_of_table = page_table + sequence * table_stride
         for turn in range(turns):
             row_tile = first_tile + turn * stride
@@ -214,22 +240,27 @@ def _load(
                         q_desc, [row, 256 + c * 64], q_full, q_right.index(0).slice(c * 64, 64, dim=1)
                     )
             steps += 1
-            page = first_page
+            if PAGE == 64:  # known already: the first loads need not wait for the page table
+                slots = (first_page * 64, first_page * 64, first_page * 64, first_page * 64)
+            else:
+                slots = _slots(row_of_table, gl.minimum(lo + ODD, last_tile), PAGE)
             for t in range((hi - lo + 1 - ODD) // 2):
                 if AHEAD > 0:
                     later = lo + 2 * (t + AHEAD) + ODD
-                    far = _read(row_of_table + gl.minimum(later, hi - 1))
-                    is_on = (later < hi) & (t % stride == first_tile) & (far >= 0) & (far < num_pages)
-                    _prefetch_page(pool, far, is_on)
+                    far = _slots(row_of_table, gl.minimum(later, last_tile), PAGE)
+                    for i in gl.static_range(64 // min(PAGE, 64)):
+                        is_on = (later < hi) & (t % stride == first_tile) & (far[i] >= 0) & (far[i] < num_slots)
+                        _prefetch_slots(pool, far[i], gl.to_tensor(min(PAGE, 64) * 1152), is_on)
                 mbarrier.wait(empty, (uses & 1) ^ 1)
                 if LOADS_ROPE and not ODD:
-                    _expect(full_rope, rope, kv_desc, page * 64, 512)
+                    _load_piece(full_rope, rope, kv_desc, slots, 512, PAGE)
                 for c in gl.static_range(4):
-                    _expect(full.index(c), buffer.slice(c * 64, 64, dim=1), kv_desc, page * 64, RIGHT * 256 + c * 64)
+                    piece = buffer.slice(c * 64, 64, dim=1)
+                    _load_piece(full.index(c), piece, kv_desc, slots, RIGHT * 256 + c * 64, PAGE)
                 if LOADS_ROPE and ODD:
-                    _expect(full_rope, rope, kv_desc, page * 64, 512)
+                    _load_piece(full_rope, rope, kv_desc, slots, 512, PAGE)
                 uses += 1
-                page = _read(row_of_table + gl.minimum(lo + 2 * (t + 1) + ODD, hi - 1))
+                slots = _slots(row_of_table, gl.minimum(lo + 2 * (t + 1) + ODD, last_tile), PAGE)
 
 
 @gluon.jit
@@ -323,12 +354,6 @@ def _publish_weights(weights, place, ready):
 
 
 @gluon.jit
-def _counter(workspace, first_slot, row_tile, ROW_TILES: gl.constexpr):
-    """The two counts of a row tile's parts, beside the first of them: warps that arrived, and that left again."""
-    return workspace + (first_slot * ROW_TILES + row_tile).to(gl.int64) * PLACE + (64 * 512 + 64)
-
-
-@gluon.jit
 def _arrive(counter):
     """Tell other blocks that what the partition's threads have stored is there. Each of 8 warps of a block counts."""
     gl.thread_barrier()
@@ -363,6 +388,14 @@ def _wait_for_all(counter, parts):
 
 
 @gluon.jit
+def _to_float16(x):
+    """Two float32 to one register of float16, as bits of bfloat16. Beyond float16 the largest that there is."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
 def _finish(
     acc,
     lse,
@@ -376,8 +409,9 @@ def _finish(
     ROW_TILES: gl.constexpr,
     RIGHT: gl.constexpr,
 ):
-    """Write a finished item: to the output when it is its sequence's only part, else beside the other parts."""
-    out, out_lse, workspace = output
+    """Write a finished item: to the output when it is its sequence's only part, else beside the other parts, in float16,
+    whose error is an eighth of the output's own rounding. last_buffer: the item's last, freed when it has been read."""
+    out, out_lse, _, notes, partial_desc = output
     sequence = _read(at)
     parts = _read(at + 4)
     row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
@@ -385,8 +419,23 @@ def _finish(
     first_row = sequence * ROWS + row_tile * 64
     if parts == 1:
         last_buffer.store(acc.to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
+    else:
+        last_buffer.store(_to_float16(acc))
+    fence_async_shared()
+    gl.thread_barrier()
+    if parts > 1:
+        slot = _read(at + 6)
+        place = slot * ROW_TILES + row_tile
+        for c in gl.static_range(4):
+            piece = last_buffer.slice(c * 64, 64, dim=1)
+            tma.async_copy_shared_to_global(partial_desc, [place * 64, RIGHT * 256 + c * 64], piece)
+        if not RIGHT:
+            gl.store(notes + place * NOTES + row, lse)
+        gl.inline_asm_elementwise(  # not only read: written
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [place], dtype=gl.int32, is_pure=False, pack=1
+        )
+        _arrive(notes + ((slot - _read(at + 5)) * ROW_TILES + row_tile) * NOTES + 64)
+    else:
         if ROWS % 64 == 0 or num_rows >= 64:
             for c in gl.static_range(4):
                 tma.async_copy_shared_to_global(
@@ -400,22 +449,10 @@ def _finish(
             for c in gl.static_range(4):
                 x = last_buffer.slice(c * 64, 64, dim=1).load(CHUNK)
                 gl.store(to + c * 64, x, mask=(rows < num_rows)[:, None])
-        gl.thread_barrier()
-        mbarrier.arrive(empty, count=1)
         if not RIGHT:
             gl.store(out_lse + first_row + row, lse * LN_2, mask=row < num_rows)
-    else:
-        gl.thread_barrier()
-        mbarrier.arrive(empty, count=1)
-        slot = _read(at + 6)
-        place = workspace + (slot * ROW_TILES + row_tile).to(gl.int64) * PLACE
-        rows = gl.arange(0, 64, gl.SliceLayout(1, HALF))
-        columns = gl.arange(0, 256, gl.SliceLayout(0, HALF))
-        to = place + RIGHT * 256 + rows[:, None] * 512 + columns[None, :]
-        gl.store(to, acc, mask=(rows < num_rows)[:, None])
-        if not RIGHT:
-            gl.store(place + 64 * 512 + row, lse)
-        _arrive(_counter(workspace, slot - _read(at + 5), row_tile, ROW_TILES))
+    gl.thread_barrier()
+    mbarrier.arrive(empty, count=1)
 
 
 @gluon.jit
@@ -428,9 +465,8 @@ def _merge(
     FULL_GROUPS: gl.constexpr,
     REST_LANES: gl.constexpr,
 ):
-    """Merge the parts of the block's sequences, in order: each block takes its share of the 64 rows, each half of it
-    every other row."""
-    out, out_lse, workspace = output
+    """Merge the parts of the block's sequences, in order: each block takes its share of the 64 rows, each half every
+    other row, or every other four."""
     row_tiles: gl.constexpr = (ROWS + 63) // 64
     first_item: gl.constexpr = FULL_GROUPS + (REST_LANES > 0)
     head, begin, end, first_tile, stride, turns = _begin(plan, row_tiles, LANES, FULL_GROUPS, REST_LANES)
@@ -442,37 +478,67 @@ def _merge(
             first_slot = _read(at + 6) - part
             for turn in range(turns):
                 row_tile = first_tile + turn * stride
+                place = first_slot * row_tiles + row_tile
                 first_row = _read(at) * ROWS + row_tile * 64
                 end_row = gl.minimum(64 * (part + 1) // parts, ROWS - row_tile * 64)
-                _wait_for_all(_counter(workspace, first_slot, row_tile, row_tiles), parts)
-                for row in range(64 * part // parts + RIGHT, end_row, 2):
-                    place = workspace + (first_slot * row_tiles + row_tile).to(gl.int64) * PLACE
-                    _merge_row(place, row_tiles * PLACE, parts, row, out, out_lse, first_row + row)
+                _wait_for_all(output[3] + place * NOTES + 64, parts)
+                if parts <= 4:
+                    for row in range(64 * part // parts + 4 * RIGHT, end_row, 8):
+                        _merge_rows(output, place, row_tiles, parts, row, end_row, first_row, 4, 4, MERGE_FEW)
+                else:
+                    for row in range(64 * part // parts + RIGHT, end_row, 2):
+                        _merge_rows(output, place, row_tiles, parts, row, end_row, first_row, 1, 16, MERGE_MANY)
 
 
 @gluon.jit
-def _merge_row(first_place, stride, parts, row, out, out_lse, to_row):
-    """Merge one row's parts, `stride` numbers apart, and write it."""
-    column = gl.arange(0, 512, gl.SliceLayout(0, MERGE))
-    acc = gl.zeros([512], gl.float32, gl.SliceLayout(0, MERGE))
-    m = parts * 0.0 + LOWEST
-    weight = parts * 0.0
-    for first in range(0, parts, 16):
-        part = first + gl.arange(0, 16, gl.SliceLayout(1, MERGE))
-        place = first_place + part.to(gl.int64) * stride
-        is_part = part < parts
-        lse = gl.load(place + 64 * 512 + row, mask=is_part, other=-float("inf"), cache_modifier=".cg")
-        at = place[:, None] + (row * 512 + column)[None, :]
-        x = gl.load(at, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
-        new_m = gl.maximum(m, gl.max(lse, 0))
+def _merge_rows(
+    output,
+    first_place,
+    stride,
+    parts,
+    first,
+    end_row,
+    first_row,
+    AT_ONCE: gl.constexpr,
+    PARTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Merge the parts, `stride` places apart, of rows first .. first + AT_ONCE - 1 below end_row, and write them."""
+    out, out_lse, partial, notes, _ = output
+    by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+    row = first + gl.arange(0, AT_ONCE, by_row)
+    column = gl.arange(0, 512, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    of_output: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT))
+    acc = gl.zeros([AT_ONCE, 512], gl.float32, gl.SliceLayout(1, LAYOUT))
+    m = gl.full([AT_ONCE], LOWEST, gl.float32, by_row)
+    weight = gl.zeros([AT_ONCE], gl.float32, by_row)
+    for first_part in range(0, parts, PARTS):
+        part = first_part + gl.arange(0, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+        place = first_place + part * stride
+        is_part = (part < parts)[None, :] & (row < end_row)[:, None]
+        lse = gl.load(
+            notes + (place * NOTES)[None, :] + row[:, None], mask=is_part, other=-float("inf"), cache_modifier=".cg"
+        )
+        at = (place[None, :] * 64 + row[:, None]).to(gl.int64) * 512
+        x = gl.load(
+            partial + at[:, :, None] + column[None, None, :],
+            mask=is_part[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_m = gl.maximum(m, gl.max(lse, 1))
         faded = gl.exp2(m - new_m)
-        w = gl.exp2(lse - new_m)
-        acc = acc * faded + gl.sum(x * w[:, None], 0)
-        weight = weight * faded + gl.sum(w, 0)
+        w = gl.exp2(lse - new_m[:, None])
+        acc = acc * gl.convert_layout(faded, of_output)[:, None] + gl.sum(x.to(gl.float32) * w[:, :, None], 1)
+        weight = weight * faded + gl.sum(w, 1)
         m = new_m
-    merged = acc * gl.where(weight > 0, 1.0 / weight, 0.0)
-    gl.store(out + to_row.to(gl.int64) * 512 + column, merged.to(gl.bfloat16))
-    gl.store(out_lse + to_row, gl.where(weight > 0, (m + gl.log2(weight)) * LN_2, -float("inf")))
+    inverse = gl.convert_layout(gl.where(weight > 0, 1.0 / weight, 0.0), of_output)
+    to_row = first + gl.arange(0, AT_ONCE, of_output)
+    to_column = gl.arange(0, 512, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    to = out + (first_row + to_row).to(gl.int64)[:, None] * 512 + to_column[None, :]
+    gl.store(to, (acc * inverse[:, None]).to(gl.bfloat16), mask=(to_row < end_row)[:, None])
+    merged_lse = gl.where(weight > 0, (m + gl.log2(weight)) * LN_2, -float("inf"))
+    gl.store(out_lse + first_row + row, merged_lse, mask=row < end_row)
 
 
 @gluon.jit
@@ -752,20 +818,22 @@ def _right(
     _merge(plan, output, ROWS, True, LANES, FULL_GROUPS, REST_LANES)
 
 
-@gluon.jit(do_not_specialize=["num_pages", "table_stride"])  # else each batch would compile its own
+@gluon.jit(do_not_specialize=["num_slots", "table_stride"])  # else each batch would compile its own
 def _mla_kernel(
     q_desc,  # [B * ROWS, 576]
-    kv_desc,  # [slots, 576]
+    kv_desc,  # [slots, 576], boxes of min(PAGE, 64) slots
     out_desc,  # [B * ROWS, 512]
     pool,  # [slots, 576] bf16, the same as kv_desc
-    num_pages,
+    num_slots,
     page_table,  # [B, W] int32
     table_stride,
     bits,  # [B, TOKENS, WORDS] int64
     plan,  # [groups + items, mla_plan.COLUMNS] int32: heads, then items
     out,  # [B * ROWS, 512] bf16, the same as out_desc
     out_lse,  # [B * ROWS] float32, base e
-    workspace,  # [partials, row tiles, PLACE] float32; counters are zero between launches
+    partial_desc,  # [partials * row tiles * 64, 512], of `partial` as bfloat16
+    partial,  # [partials, row tiles, 64, 512] float16: parts of sequences
+    notes,  # [partials, row tiles, NOTES] float32; counters are zero between launches
     scale,  # of scores, base 2
     TOKENS: gl.constexpr,
     HEADS: gl.constexpr,
@@ -774,7 +842,9 @@ def _mla_kernel(
     FULL_GROUPS: gl.constexpr,
     REST_LANES: gl.constexpr,
     AHEAD: gl.constexpr,
+    PAGE: gl.constexpr,
 ):
+    _prefetch_line(plan + gl.program_id(0) // LANES * COLUMNS)
     q_left = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 256], SWIZZLED)
     q_right = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 256], SWIZZLED)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SWIZZLED)
@@ -819,7 +889,7 @@ def _mla_kernel(
     barriers = (
         q_full, q_empty, ready, sums_ready, full_rope, full_0_left, full_0_right, full_1_left, full_1_right, empty,
     )  # fmt: skip
-    output = (out, out_lse, workspace)
+    output = (out, out_lse, partial, notes, partial_desc)
     loads_q = (q_full, q_empty)
     # Constants are written into each call: a name for a tuple of them would make numbers of them that are not constant.
     gl.warp_specialize(
@@ -831,68 +901,78 @@ def _mla_kernel(
                 plan, scale, queries, keys, maxima, sums, barriers, bits, out_desc, output,
                 TOKENS, HEADS, WORDS, LANES, FULL_GROUPS, REST_LANES)),
             (_load, (
-                plan, kv_desc, q_desc, pool, num_pages, page_table, table_stride, bits, queries, loads_q,
+                plan, kv_desc, q_desc, pool, num_slots, page_table, table_stride, bits, queries, loads_q,
                 left.index(0), full_0_left, empty.index(0), rope.index(0), full_rope.index(0),
-                0, 0, True, False, False, AHEAD, TOKENS, HEADS, WORDS, LANES, FULL_GROUPS, REST_LANES)),
+                0, 0, False, False, True, AHEAD, PAGE, TOKENS, HEADS, WORDS, LANES, FULL_GROUPS, REST_LANES)),
             (_load, (
-                plan, kv_desc, q_desc, pool, num_pages, page_table, table_stride, bits, queries, loads_q,
+                plan, kv_desc, q_desc, pool, num_slots, page_table, table_stride, bits, queries, loads_q,
                 right.index(0), full_0_right, empty.index(1), rope.index(0), full_rope.index(0),
-                0, 1, False, True, False, 0, TOKENS, HEADS, WORDS, LANES, FULL_GROUPS, REST_LANES)),
+                0, 1, False, True, False, 0, PAGE, TOKENS, HEADS, WORDS, LANES, FULL_GROUPS, REST_LANES)),
             (_load, (
-                plan, kv_desc, q_desc, pool, num_pages, page_table, table_stride, bits, queries, loads_q,
+                plan, kv_desc, q_desc, pool, num_slots, page_table, table_stride, bits, queries, loads_q,
                 left.index(1), full_1_left, empty.index(2), rope.index(1), full_rope.index(1),
-                1, 0, False, True, False, 0, TOKENS, HEADS, WORDS, LANES, FULL_GROUPS, REST_LANES)),
+                1, 0, False, True, False, 0, PAGE, TOKENS, HEADS, WORDS, LANES, FULL_GROUPS, REST_LANES)),
             (_load, (
-                plan, kv_desc, q_desc, pool, num_pages, page_table, table_stride, bits, queries, loads_q,
+                plan, kv_desc, q_desc, pool, num_slots, page_table, table_stride, bits, queries, loads_q,
                 right.index(1), full_1_right, empty.index(3), rope.index(1), full_rope.index(1),
-                1, 1, False, False, True, AHEAD, TOKENS, HEADS, WORDS, LANES, FULL_GROUPS, REST_LANES)),
+                1, 1, True, False, False, AHEAD, PAGE, TOKENS, HEADS, WORDS, LANES, FULL_GROUPS, REST_LANES)),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
     )  # fmt: skip
 
 
-def workspace_numbers(schedule: Schedule) -> int:
-    """float32 numbers that a schedule's parts need, zeros at first."""
-    return schedule.num_partials * schedule.grid.row_tiles * PLACE_NUMBERS
+def num_places(schedule: Schedule) -> int:
+    """Parts of row tiles that a schedule may have to keep."""
+    return schedule.num_partials * schedule.grid.row_tiles
+
+
+def make_workspace(places: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for that many parts of row tiles. It holds counters, so it must be zero at first and then left alone."""
+    partial = torch.empty(places * TILE, LATENT, dtype=torch.float16, device=device)
+    return partial, torch.zeros(places * NOTES_NUMBERS, dtype=torch.float32, device=device)
 
 
 def mla_tree_attention(
     q: Tensor,
     kv: Tensor,
     page_table: Tensor,
+    page_size: int,
     ancestor_bits: Tensor,
     schedule: Schedule,
-    workspace: Tensor,
+    workspace: tuple[Tensor, Tensor],
     scale: float,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     """Write out [B, R, h, 512] bfloat16 and lse [B, R, h] float32, base e. Does not sync.
 
-    q: [B, R, h, 576] bfloat16, contiguous; kv: [slots, 576], contiguous; page_table: [B, W] int32, pages of 64;
-    ancestor_bits: [B, R, words] int64, contiguous. workspace: at least workspace_numbers of
-    float32, zeros at first and then left alone.
+    q: [B, R, h, 576] bfloat16, contiguous; kv: [slots, 576], contiguous; page_table: [B, W] int32, of PAGE_SIZES;
+    ancestor_bits: [B, R, words] int64, contiguous. workspace: of make_workspace, for at least
+    num_places(schedule).
     """
     batch, tokens, heads, width = q.shape
     rows, grid = tokens * heads, schedule.grid
+    partial, notes = workspace
 
-    def described(x: Tensor) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(x, [TILE, 64], SHARED)
+    def described(x: Tensor, box: int = TILE) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(x, [box, 64], SHARED)
 
     _mla_kernel[(grid.num_blocks,)](
         described(q.view(batch * rows, width)),
-        described(kv),
+        described(kv, min(page_size, TILE)),
         described(out.view(batch * rows, LATENT)),
         kv,
-        kv.shape[0] // TILE,
+        kv.shape[0],
         page_table,
         page_table.stride(0),
         ancestor_bits,
         schedule.table,
         out,
         lse,
-        workspace,
+        described(partial.view(torch.bfloat16)),
+        partial,
+        notes,
         scale * LOG2_E,
         TOKENS=tokens,
         HEADS=heads,
@@ -901,6 +981,7 @@ def mla_tree_attention(
         FULL_GROUPS=grid.full_groups,
         REST_LANES=grid.rest_lanes,
         AHEAD=PREFETCH_PAIRS if grid.row_tiles >= PREFETCH_FROM else 0,
+        PAGE=page_size,
         num_warps=4,
         launch_cooperative_grid=True,  # blocks wait for each other's parts, so all must run at once
     )
