@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from treedraft.kernels.mla_plan import Schedule
 
 LATENT, ROPE = 512, 64
-PAGE_SIZES = (16, 32, 64, 128, 256)  # kernels.gluon_mla's, which is not imported without a GPU
+PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class GluonTreeAttention:
 
     def _workspace(self, schedule: Schedule, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where parts of sequences wait for each other. Kept when outgrown, since captured graphs hold its address."""
-        from treedraft.kernels.gluon_mla import TILE, make_workspace, num_places
+        from treedraft.kernels.gluon_mla import make_workspace, num_places
+        from treedraft.kernels.mla_plan import TILE
 
         places = num_places(schedule)
         for partial, notes in self._workspaces:

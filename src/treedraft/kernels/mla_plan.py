@@ -14,7 +14,8 @@ than one part has its parts merged in order, at the end of the same launch (kern
 Columns of an item, int32:
 
     0 sequence | 1 lo | 2 hi (key tiles) | 3 kv_len | 4 parts of the sequence | 5 which part | 6 partial slot
-    7, 8 pages of key tiles lo, lo + 1   | 9 begin | 10 end (of the group's items; in `heads` alone)
+    7, 8 table entries lo, lo + 1: with pages of 64 slots, the first tiles' own
+    9 begin | 10 end of the group's items: in `heads` alone
 
 `heads` holds, for each group, a copy of its first item with begin and end: one read instead of two in turn.
 """
