@@ -1,7 +1,5 @@
 """What the gluon backend refuses, and its shapes on the meta device. Its kernel is tested in tests/gpu."""
 
-import sys
-
 import pytest
 import torch
 
@@ -27,12 +25,18 @@ def test_make_backend_on_another_gpu_raises(monkeypatch):
         make_backend("gluon")
 
 
-def test_make_backend_without_a_fitting_gluon_raises(monkeypatch):
+@pytest.mark.parametrize("found", ["none", "3.9.0", "3.60.0"])
+def test_make_backend_with_another_triton_raises(monkeypatch, found):
     pretend(monkeypatch, (9, 0))
-    monkeypatch.delitem(sys.modules, "treedraft.kernels.gluon_mla", raising=False)
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
-    with pytest.raises(ConfigError, match="Gluon of Triton 3.6"):
+    monkeypatch.setattr(gluon, "_installed_triton", lambda: found)
+    with pytest.raises(ConfigError, match=f"needs Triton 3.6.x.*installed: {found}"):
         make_backend("gluon")
+
+
+def test_make_backend_with_its_triton_is_made(monkeypatch):
+    pretend(monkeypatch, (9, 0))
+    monkeypatch.setattr(gluon, "_installed_triton", lambda: "3.6.0")
+    assert isinstance(make_backend("gluon"), gluon.GluonTreeAttention)
 
 
 @pytest.fixture

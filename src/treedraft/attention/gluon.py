@@ -9,6 +9,7 @@ each run_mla             one launch; parts of a sequence are merged at its end
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 LATENT, ROPE = 512, 64
 PAGE_SIZES = (16, 32, 64, 128, 256)
+TRITON = "3.6."  # 3.9, for one, has no thread_barrier
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class GluonTreeAttention:
         """part_tiles: cut sequences at multiples of so many tiles of 64 keys, so that a row's sums have the same order
         in any batch; None: into equal shares, the fastest.
 
-        Raise ConfigError on another GPU, or when the installed Triton has no Gluon that fits.
+        Raise ConfigError on another GPU, or with a Triton whose Gluon the kernel was not written for.
         """
         _check_device()
         self.part_tiles = part_tiles
@@ -151,12 +153,16 @@ def _check_device() -> None:
             "the attention backend gluon needs a GPU of compute capability 9.0 (H100, H200); "
             f"this one has {capability[0]}.{capability[1]}"
         )
-    try:
-        import treedraft.kernels.gluon_mla  # noqa: F401
-    except (ImportError, AttributeError, TypeError) as error:
-        import importlib.util
-
-        found = "none" if importlib.util.find_spec("triton") is None else __import__("triton").__version__
+    found = _installed_triton()
+    if not found.startswith(TRITON):
         raise ConfigError(
-            f"the attention backend gluon needs the Gluon of Triton 3.6; the installed Triton is {found} ({error})"
-        ) from error
+            f"the attention backend gluon needs Triton {TRITON}x, since Gluon changes between releases; "
+            f"installed: {found}. Install triton=={TRITON}0 or use another backend"
+        )
+
+
+def _installed_triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
