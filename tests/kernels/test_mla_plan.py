@@ -27,14 +27,14 @@ CASES = [
     ([4096] * 20, 16),
     ([1, 63, 64, 65, 4097, 130, 0], 4),
     ([100_000, 1, 1, 1], 64),
-    ([1] * 300, 1),
+    ([1] * 80, 1),
 ]
 ROWS = [16, 64, 65, 128, 320, 1024, 4096, 128 * 64, 140 * 64]
 
 
 def random_case(rng: random.Random) -> tuple[list[int], int]:
     top = rng.choice((3, 70, 700, 40_000))
-    return [rng.randrange(top) for _ in range(rng.choice((1, 2, 7, 40)))], rng.choice((0, 1, 16, 64, 130))
+    return [rng.randrange(top) for _ in range(rng.choice((1, 2, 7, 20)))], rng.choice((0, 1, 16, 64, 130))
 
 
 def make(lens: list[int], tree_len: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +85,7 @@ def used(schedule: Schedule) -> tuple[list, list]:
 @pytest.mark.parametrize("rows", ROWS)
 def test_plan_items_torch_covers_every_tile_once(rows, part_tiles):
     rng = random.Random(rows)
-    for lens, tree_len in [*CASES, *(random_case(rng) for _ in range(10))]:
+    for lens, tree_len in [*CASES, *(random_case(rng) for _ in range(5))]:
         table, kv_lens = make(lens, tree_len)
         grid = lay_grid(rows, 132)
         check(plan_items_torch(table, kv_lens, tree_len, max(lens), grid, part_tiles), lens, tree_len, table)
@@ -116,7 +116,7 @@ def test_lay_grid_uses_every_multiprocessor_that_it_can(rows, grid):
 def compare(device: str) -> int:
     """Compare the kernel with the loops. Returns how many plans were compared."""
     rng, count = random.Random(7), 0
-    for lens, tree_len in [*CASES, *(random_case(rng) for _ in range(12))]:
+    for lens, tree_len in [*CASES, *(random_case(rng) for _ in range(4))]:
         for part_tiles in (None, 4):
             rows = rng.choice(ROWS)
             table, kv_lens = make(lens, tree_len)

@@ -119,7 +119,7 @@ BACKENDS: dict[str, Backend] = {
         devices=("cuda",),
         dtypes=("bfloat16",),
         gqa=False,
-        page_sizes=(64,),
+        page_sizes=(16, 32, 64, 128, 256),
         latent_dims=((512, 64),),
     ),
 }

@@ -9,6 +9,7 @@ each run_mla             one launch; parts of a sequence are merged at its end
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -21,7 +22,9 @@ from treedraft.types import TreeRows
 if TYPE_CHECKING:
     from treedraft.kernels.mla_plan import Schedule
 
-LATENT, ROPE, PAGE_SIZE = 512, 64, 64
+LATENT, ROPE = 512, 64
+PAGE_SIZES = (16, 32, 64, 128, 256)
+TRITON = "3.6."  # 3.9, for one, has no thread_barrier
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class GluonPrefixPlan:
     page_table: Tensor  # [B, W] int32
     kv_lens: Tensor  # [B] int64
     max_kv_len: int
+    page_size: int
 
 
 @dataclass(frozen=True)
@@ -44,26 +48,26 @@ class GluonPlan:
 
 
 class GluonTreeAttention:
-    """attention.base.TreeAttention for latent 512 + rope 64 in bfloat16, pages of 64, compute capability 9.0."""
+    """attention.base.TreeAttention for latent 512 + rope 64 in bfloat16, compute capability 9.0."""
 
     def __init__(self, part_tiles: int | None = None) -> None:
         """part_tiles: cut sequences at multiples of so many tiles of 64 keys, so that a row's sums have the same order
         in any batch; None: into equal shares, the fastest.
 
-        Raise ConfigError on another GPU, or when the installed Triton has no Gluon that fits.
+        Raise ConfigError on another GPU, or with a Triton whose Gluon the kernel was not written for.
         """
         _check_device()
         self.part_tiles = part_tiles
-        self._workspaces: list[Tensor] = []
+        self._workspaces: list[tuple[Tensor, Tensor]] = []
 
     def plan_prefix(
         self, page_table: Tensor, kv_lens: Tensor, max_kv_len: int, tail_slots: Tensor, page_size: int
     ) -> GluonPrefixPlan:
         """See base.TreeAttention.plan_prefix."""
         check_room(page_table, max_kv_len, page_size)
-        if page_size != PAGE_SIZE:
-            raise InvariantError(f"the gluon kernel reads pages of {PAGE_SIZE}; got page_size {page_size}")
-        return GluonPrefixPlan(page_table, kv_lens, max_kv_len)
+        if page_size not in PAGE_SIZES:
+            raise InvariantError(f"the gluon kernel reads pages of {PAGE_SIZES} slots; got page_size {page_size}")
+        return GluonPrefixPlan(page_table, kv_lens, max_kv_len, page_size)
 
     def plan_tree(self, prefix: GluonPrefixPlan, ancestor_bits: Tensor, tree_len: int) -> GluonPlan:
         """See base.TreeAttention.plan_tree."""
@@ -101,6 +105,7 @@ class GluonTreeAttention:
             q.contiguous(),
             kv,
             plan.prefix.page_table,
+            plan.prefix.page_size,
             plan.ancestor_bits,
             schedule,
             self._workspace(schedule, q.device),
@@ -126,15 +131,16 @@ class GluonTreeAttention:
             )
         return plan.schedules[num_heads]
 
-    def _workspace(self, schedule: Schedule, device: torch.device) -> Tensor:
+    def _workspace(self, schedule: Schedule, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where parts of sequences wait for each other. Kept when outgrown, since captured graphs hold its address."""
-        from treedraft.kernels.gluon_mla import workspace_numbers
+        from treedraft.kernels.gluon_mla import make_workspace, num_places
+        from treedraft.kernels.mla_plan import TILE
 
-        size = workspace_numbers(schedule)
-        for workspace in self._workspaces:
-            if workspace.device == device and len(workspace) >= size:
-                return workspace
-        self._workspaces.append(torch.zeros(size, dtype=torch.float32, device=device))
+        places = num_places(schedule)
+        for partial, notes in self._workspaces:
+            if partial.device == device and len(partial) >= places * TILE:
+                return partial, notes
+        self._workspaces.append(make_workspace(places, device))
         return self._workspaces[-1]
 
 
@@ -156,12 +162,16 @@ def _check_device() -> None:
             "the attention backend gluon needs a GPU of compute capability 9.0 (H100, H200); "
             f"this one has {capability[0]}.{capability[1]}"
         )
-    try:
-        import treedraft.kernels.gluon_mla  # noqa: F401
-    except (ImportError, AttributeError, TypeError) as error:
-        import importlib.util
-
-        found = "none" if importlib.util.find_spec("triton") is None else __import__("triton").__version__
+    found = _installed_triton()
+    if not found.startswith(TRITON):
         raise ConfigError(
-            f"the attention backend gluon needs the Gluon of Triton 3.6; the installed Triton is {found} ({error})"
-        ) from error
+            f"the attention backend gluon needs Triton {TRITON}x, since Gluon changes between releases; "
+            f"installed: {found}. Install triton=={TRITON}0 or use another backend"
+        )
+
+
+def _installed_triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"

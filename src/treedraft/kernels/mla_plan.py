@@ -14,7 +14,8 @@ than one part has its parts merged in order, at the end of the same launch (kern
 Columns of an item, int32:
 
     0 sequence | 1 lo | 2 hi (key tiles) | 3 kv_len | 4 parts of the sequence | 5 which part | 6 partial slot
-    7, 8 pages of key tiles lo, lo + 1   | 9 begin | 10 end (of the group's items; in `heads` alone)
+    7, 8 table entries lo, lo + 1: with pages of 64 slots, the first tiles' own
+    9 begin | 10 end of the group's items: in `heads` alone
 
 `heads` holds, for each group, a copy of its first item with begin and end: one read instead of two in turn.
 """
@@ -33,7 +34,7 @@ from torch import Tensor
 
 TILE = 64  # query rows, and keys, of a tile
 COLUMNS = 16  # of an item
-ITEM_COST = 2  # what an item costs beside its key tiles, in key tiles
+ITEM_COST = 4  # what an item costs beside its key tiles, in key tiles: measured 5 to 8 us, at 1.64 us a tile
 MIN_PART = 2  # key tiles of a part: a smaller one costs more to merge than it saves
 CANDIDATES = 256  # shares that are tried at once
 
@@ -219,19 +220,13 @@ def _num_tiles(kv_len, tree_len, TILE: tl.constexpr):
 
 
 @triton.jit
-def _put(
-    at,  # heads or items, first column of the rows to write
-    mask,
-    b,
-    lo,
-    hi,
-    kv_len,
-    parts,
-    part,
-    slot,
-    page0,
-    page1,
-):
+def _ceil_div(x, inverse, y):
+    """x / y rounded up, by way of 1 / y in float32: exact for x below 2^21, and far from an integer division's wait."""
+    return (((x + y - 1).to(tl.float32) + 0.5) * inverse).to(tl.int32)
+
+
+@triton.jit
+def _put(at, mask, b, lo, hi, kv_len, parts, part, slot):
     tl.store(at, b, mask=mask)
     tl.store(at + 1, lo, mask=mask)
     tl.store(at + 2, hi, mask=mask)
@@ -239,24 +234,18 @@ def _put(
     tl.store(at + 4, parts, mask=mask)
     tl.store(at + 5, part, mask=mask)
     tl.store(at + 6, slot, mask=mask)
-    tl.store(at + 7, page0, mask=mask)
-    tl.store(at + 8, page1, mask=mask)
 
 
 @triton.jit
 def _put_parts(
     heads,
     items,
-    page_table,
-    table_stride,
-    table_width,
     b,
     kv_len,
     lo,  # [P] key tiles of each part
     hi,
     group,  # [P]
     part,  # [P]
-    is_first,  # [P] the group's first item
     before,  # [P] group of the item before; -1: none
     parts,
     num_items,
@@ -265,17 +254,25 @@ def _put_parts(
 ):
     """Write a sequence's parts, and into `heads` those that are their group's first; a group ends where one begins."""
     is_part = part < parts
-    row = page_table + b * table_stride
-    page0 = tl.load(row + tl.minimum(lo, table_width - 1), mask=is_part, other=0)
-    page1 = tl.load(row + tl.minimum(lo + 1, table_width - 1), mask=is_part, other=0)
     slot = tl.where(parts > 1, num_slots + part, 0)
     item = num_items + part
-    _put(items + item * COLUMNS, is_part, b, lo, hi, kv_len, parts, part, slot, page0, page1)
-    starts = is_part & is_first
+    _put(items + item * COLUMNS, is_part, b, lo, hi, kv_len, parts, part, slot)
+    starts = is_part & (group != before)
     head = heads + group * COLUMNS
-    _put(head, starts, b, lo, hi, kv_len, parts, part, slot, page0, page1)
+    _put(head, starts, b, lo, hi, kv_len, parts, part, slot)
     tl.store(head + 9, item, mask=starts)
     tl.store(heads + before * COLUMNS + 10, item, mask=starts & (before >= 0))
+
+
+@triton.jit
+def _put_pages(rows, row, mask, page_table, table_stride, table_width, COLUMNS: tl.constexpr):
+    """Fill in the pages of items or heads: after all else, since each waits for the table."""
+    at = rows + row * COLUMNS
+    b = tl.load(at, mask=mask, other=0)
+    lo = tl.load(at + 1, mask=mask, other=0)
+    pages = page_table + b * table_stride
+    tl.store(at + 7, tl.load(pages + tl.minimum(lo, table_width - 1), mask=mask, other=0), mask=mask)
+    tl.store(at + 8, tl.load(pages + tl.minimum(lo + 1, table_width - 1), mask=mask, other=0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["batch", "table_stride", "table_width", "tree_len"])  # one compilation for all
@@ -334,16 +331,12 @@ def _plan_kernel(
                 _put_parts(
                     heads,
                     items,
-                    page_table,
-                    table_stride,
-                    table_width,
                     b,
                     kv_len.to(tl.int32),
                     lo,
                     hi,
                     group,
                     part,
-                    group != before,
                     before,
                     parts,
                     num_items,
@@ -366,6 +359,8 @@ def _plan_kernel(
         step = 1 + ITEM_COST * batch // (full_groups * (CANDIDATES // 2))
         share = least + column * step
         rest_share = share // turns
+        full_share = share - ITEM_COST
+        inverse_share = 1.0 / full_share.to(tl.float32)
         at = tl.zeros([CANDIDATES], tl.int32)
         room = share
         for b in range(0, batch):
@@ -373,9 +368,9 @@ def _plan_kernel(
             size = room - ITEM_COST
             is_split = (size < need) & (at < last)
             rest = need - tl.where(size < MIN_PART, 0, size)
-            more = tl.minimum((rest + share - ITEM_COST - 1) // (share - ITEM_COST), last - at)
+            more = tl.minimum(_ceil_div(rest, inverse_share, full_share), last - at)
             fresh = tl.where(at + more < full_groups, share, rest_share)
-            last_part = rest - (more - 1) * (share - ITEM_COST)
+            last_part = rest - (more - 1) * full_share
             room = tl.where(is_split, fresh - last_part, room - need) - ITEM_COST
             at += tl.where(is_split, more, 0)
         fits = room >= 0
@@ -384,6 +379,7 @@ def _plan_kernel(
 
         rest_best = best // turns
         full = best - ITEM_COST
+        inverse = 1.0 / full.to(tl.float32)
         group0 = tl.zeros([], tl.int32)
         left = best
         previous = tl.full([], -1, tl.int32)
@@ -396,23 +392,19 @@ def _plan_kernel(
             group0 += moves_on.to(tl.int32)
             head_part = tl.minimum(tl.where(moves_on, full, size), need)
             head_part = tl.where(is_split & (group0 < last), head_part, need)
-            parts = 1 + tl.minimum((need - head_part + full - 1) // full, last - group0)
+            parts = 1 + tl.minimum(_ceil_div(need - head_part, inverse, full), last - group0)
             lo = tl.where(lane == 0, 0, head_part + (lane - 1) * full)
             hi = tl.where(lane == parts - 1, need, head_part + lane * full)
             before = tl.where(lane == 0, previous, group0 + lane - 1)
             _put_parts(
                 heads,
                 items,
-                page_table,
-                table_stride,
-                table_width,
                 b,
                 kv_len.to(tl.int32),
                 lo,
                 hi,
                 group0 + lane,
                 lane,
-                group0 + lane != before,
                 before,
                 parts,
                 num_items,
@@ -427,3 +419,9 @@ def _plan_kernel(
             num_items += parts
             num_slots += tl.where(parts > 1, parts, 0)
         tl.store(heads + previous * COLUMNS + 10, num_items)
+    tl.debug_barrier()
+    for first in range(0, num_items, CANDIDATES):
+        item = first + column
+        _put_pages(items, item, item < num_items, page_table, table_stride, table_width, COLUMNS)
+    has_items = tl.load(heads + lane * COLUMNS + 10, mask=lane < groups, other=0) > 0
+    _put_pages(heads, lane, has_items, page_table, table_stride, table_width, COLUMNS)
