@@ -78,5 +78,5 @@ def check(out: Tensor, wanted: Tensor, max_error: float = 6e-3, rms: float = 2e-
     """
     assert out.isfinite().all()
     error, size = (out.double() - wanted).abs(), wanted.abs().amax(-1).clamp(min=1e-30)
-    assert float((error.amax(-1) / size).max()) <= max_error
-    assert float(error.norm() / wanted.norm().clamp(min=1e-30)) <= rms
+    largest, mean = float((error.amax(-1) / size).max()), float(error.norm() / wanted.norm().clamp(min=1e-30))
+    assert largest <= max_error and mean <= rms, f"largest {largest}, allowed {max_error}; mean {mean}, allowed {rms}"

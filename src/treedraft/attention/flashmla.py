@@ -155,6 +155,6 @@ def _package() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"the attention backend flashmla needs the package sgl-flash-mla ({error}); install it with: "
-            "pip install sgl-flash-mla"
+            "pip install --no-deps sgl-flash-mla (its wheel asks for a newer torch than it needs)"
         ) from error
     return flash_mla_interface
