@@ -131,7 +131,9 @@ def test_generate_a_prompt_alone_equals_it_duplicated_across_the_batch(prompts):
 def shared_buffers(llm):
     """Copies of all that sequences own: state but for the dummy slot, pools but for the trash page, page table."""
     state, page_size = llm.runner.state, llm.config.page_size
-    own = {n: v[: state.dummy_slot].clone() for n, v in vars(state).items() if isinstance(v, torch.Tensor)}
+    tables = ("numbers", "integers")  # their rows are fields of the state by themselves
+    fields = {n: v for n, v in vars(state).items() if isinstance(v, torch.Tensor) and n not in tables}
+    own = {n: v[: state.dummy_slot].clone() for n, v in fields.items()}
     for name, pool in (("target", llm.runner.target.pool), ("draft", llm.runner.drafter.pool)):
         own[f"{name} zero page"] = pool.data[:, :page_size].clone()
         own[name] = pool.data[:, NUM_RESERVED_PAGES * page_size :].clone()
