@@ -8,18 +8,17 @@ Without filters, two launches and one read of the logits:
     blocks   each 8,192 tokens of a row (4,096 with noise) give their best token as a key (kernels.order)
     choose   the best of a row's blocks
 
-With filters three more, and one more read, of rows that have a filter:
+With filters two more between them, and one more read, of rows that have a filter:
 
-    blocks   such a row's blocks also give the largest z of each of 64 parts, and a sum of exponentials
+    blocks   such a row's blocks also give the largest z of each of 128 parts, and a sum of exponentials
     bounds   from the parts' largest: how far below the best the last token that is kept can be. A guess for top-p
     collect  a list of the tokens that are no farther, in any order, and the exact mass of the row
-    choose   one warp a row: the filters' ends among the list, by bisection; the best of what is left
-    search   rows whose list is too short or too long; most often there are none
+    choose   the filters' ends among the list, by bisection; the best of what is left
 
 The filters keep a run of (z - max z descending, token id ascending), see `process`. A token's mass is a 64-bit integer,
-floor(exp(z - max z) * 2^32) as in the twin, so sums are exact in any order. A list is too long for flat logits or a
-top_k near a thousand, too short where many of the kept tokens share a part. Then the end is found over all tokens: a
-histogram over steps of 1/64 of z - max z, then over the bits of the one step in which the end lies, 11 at a time.
+floor(exp(z - max z) * 2^32) as in the twin, so sums are exact in any order. Where the list is too short or too long
+(flat logits, top_k in the thousands) a row's end is found over all its tokens instead: a histogram over steps of 1/64
+of z - max z, then over the bits of the one step in which the end lies, 11 at a time. The result is the same.
 
 The exponential is the CUDA library's, as in torch; in Triton's interpreter it is numpy's, which may differ in the last
 bit of a mass.
@@ -42,10 +41,9 @@ from treedraft.kernels.order import NO_KEY, index_of, keys_of, number_of, ordere
 from treedraft.speculative.sampling import MASS_ONE, SamplingRows
 
 BINS = 2048  # of a histogram
-PARTS = 64  # of a block, strided: token i belongs to part i % 64
-LIST = 1024  # the longest list of a row's tokens
-MAX_TOP_K = 512  # beyond it no list is made
-COLLECTED = 2048  # tokens of a program that makes the list
+PARTS = 128  # of a block, strided: token i belongs to part i % 128
+LIST = 4096  # the longest list of a row's tokens
+MAX_TOP_K = 1024  # beyond it no list is made
 _FILTERS = ("top_k", "top_p", "min_p")
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter has no libraries
@@ -68,13 +66,13 @@ def sample_nodes_triton(
     kv_lens: Tensor,
     noise: Tensor | None,
     block: int | None = None,
-    tile: int = 8192,
+    tile: int = 4096,
 ) -> tuple[Tensor, Tensor]:
     """Return the token at every node, int64 [B, N], and whether its logits hold a NaN, bool [B, N].
 
     logits float32 [B, N, V], contiguous: may be overwritten. The others as of `process` and
-    `sample`. block, tile: tokens that a program of blocks and of search works on at once, powers of two; they
-    change nothing but the time. A row whose best logit is infinite, or NaN, is not filtered.
+    `sample`. block, tile: tokens that a program works on at once in the two launches, powers of two; they change
+    nothing but the time. A row whose best logit is infinite, or NaN, is not filtered.
     """
     batch, nodes, vocab = logits.shape
     device, stages = logits.device, rows.stages
@@ -162,7 +160,7 @@ def sample_nodes_triton(
             num_warps=4,
             **flags,
         )
-        _collect_kernel[(num_rows, triton.cdiv(vocab, COLLECTED))](
+        _collect_kernel[grid](
             keys,
             logits,
             rows.temperature,
@@ -174,42 +172,40 @@ def sample_nodes_triton(
             vocab,
             num_blocks,
             PAD_BLOCKS=pad_blocks,
-            BLOCK=COLLECTED,
+            BLOCK=block,
             LIST=LIST,
             MASS_ONE=MASS_ONE,
             enable_fp_fusion=False,
-            num_warps=4,
+            num_warps=8,
             TOP_P=flags["TOP_P"],
             IS_EDITED=flags["IS_EDITED"],
         )
-    last = (logits, *settings, log_min_p, depths, noise_rows, counts, token_ids, nodes, vocab, num_blocks, num_depths)
     _choose_kernel[(num_rows,)](
         keys,
-        has_nan,
+        logits,
+        *settings,
+        log_min_p,
+        depths,
+        noise_rows,
+        counts,
         totals,
         lists,
-        *last,
+        bins,
+        token_ids,
+        has_nan,
+        nodes,
+        vocab,
+        num_blocks,
+        num_depths,
         PAD_BLOCKS=pad_blocks,
         LIST=LIST,
+        BINS=BINS,
         MASS_ONE=MASS_ONE,
+        TILE=tile,
         enable_fp_fusion=False,
-        num_warps=1,
+        num_warps=8 if has_filters else 1,
         **flags,
     )
-    if has_filters:
-        _search_kernel[(num_rows,)](
-            keys,
-            bins,
-            *last,
-            PAD_BLOCKS=pad_blocks,
-            LIST=LIST,
-            BINS=BINS,
-            MASS_ONE=MASS_ONE,
-            TILE=tile,
-            enable_fp_fusion=False,
-            num_warps=16,
-            **flags,
-        )
     return token_ids, has_nan
 
 
@@ -375,22 +371,6 @@ def _first_reaching(values, weights, target, last):
 
 
 @triton.jit
-def _ends(top_k, top_p, log_min_p, b, vocab, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr):
-    """A sequence's filters: k (0: off), share (1: off), bits of the farthest distance that min-p keeps."""
-    k = tl.zeros([], tl.int64)
-    share = tl.full([], 1.0, tl.float32)
-    lowest = tl.full([], 0x7F800000, tl.int32)
-    if TOP_K:
-        k = tl.maximum(tl.load(top_k + b), 0)
-        k = tl.where(k < vocab, k, 0)
-    if TOP_P:
-        share = tl.load(top_p + b)
-    if MIN_P:
-        lowest = tl.abs(tl.load(log_min_p + b)).to(tl.int32, bitcast=True)
-    return k, share, lowest
-
-
-@triton.jit
 def _bounds_kernel(
     keys,  # [B * N, blocks] int64
     temperature,  # [B] float32
@@ -423,8 +403,15 @@ def _bounds_kernel(
     maximum = number_of(ordered_of(_best_of(keys, row, num_blocks, PAD_BLOCKS)))
     filtered = _is_filtered(temperature, top_k, top_p, min_p, b, vocab, NOISE, TOP_K, TOP_P, MIN_P)
     if (filtered > 0) & (tl.abs(maximum) < float("inf")):
-        k, share, lowest = _ends(top_k, top_p, log_min_p, b, vocab, TOP_K, TOP_P, MIN_P)
-        cut = lowest
+        k = tl.zeros([], tl.int64)
+        share = tl.full([], 1.0, tl.float32)
+        if TOP_K:
+            k = tl.load(top_k + b)
+            k = tl.where(k < vocab, k, 0)
+        if TOP_P:
+            share = tl.load(top_p + b)
+        if MIN_P:
+            cut = tl.abs(tl.load(log_min_p + b)).to(tl.int32, bitcast=True)
         if k > MAX_TOP_K:
             cut = tl.full([], -1, tl.int32)
             count = tl.full([], LIST + 1, tl.int32)
@@ -596,78 +583,24 @@ def _end_of_all(
 
 
 @triton.jit
-def _choose_kernel(
-    keys,  # [B * N, blocks] int64
-    has_nan,  # [B * N] bool
-    totals,  # [B * N] int64
-    lists,  # [B * N, LIST] int64
-    z,  # [B * N, V] float32
-    temperature,  # [B] float32
-    top_k,  # [B] int64
-    top_p,  # [B] float32
-    min_p,  # [B] float32
-    log_min_p,  # [B] float32
-    depths,  # [B * N] int64
-    noise,  # [B, depths, V] float32
-    counts,  # [B * N] int32: made more than LIST where the list is too short
-    token_ids,  # [B * N] int64
-    nodes,
-    vocab,
-    num_blocks,
-    num_depths,
-    PAD_BLOCKS: tl.constexpr,
-    LIST: tl.constexpr,
-    MASS_ONE: tl.constexpr,
-    NOISE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    IS_EDITED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    b = row // nodes
-    best = _best_of(keys, row, num_blocks, PAD_BLOCKS)
-    tl.store(has_nan + row, ordered_of(best) == 0x7FFFFFFF)
-    if TOP_K or TOP_P or MIN_P:
-        filtered = _is_filtered(temperature, top_k, top_p, min_p, b, vocab, NOISE, TOP_K, TOP_P, MIN_P)
-        length = tl.load(counts + row)
-        if (filtered > 0) & (tl.abs(number_of(ordered_of(best))) < float("inf")) & (length <= LIST):
-            k, share, lowest = _ends(top_k, top_p, log_min_p, b, vocab, TOP_K, TOP_P, MIN_P)
-            place = tl.arange(0, LIST)
-            is_listed = place < length
-            entry = tl.load(lists + row * LIST + place, mask=is_listed, other=0x7FFFFFFFFFFFFFFF)
-            own, token = (entry >> 32).to(tl.int32), (entry & 0x7FFFFFFF).to(tl.int32)
-            last_bits = tl.full([], 0x7F800000, tl.int32)  # the end of what is kept
-            last_id = tl.full([], 0x7FFFFFFF, tl.int32)
-            if TOP_K:
-                if k > 0:
-                    last_bits, last_id = _end_of(own, token, is_listed.to(tl.int32), k.to(tl.int32))
-            if TOP_P:
-                if share < 1.0:
-                    is_left = is_listed & ((own < last_bits) | ((own == last_bits) & (token <= last_id)))
-                    mass = tl.where(is_left, _mass_of(own.to(tl.float32, bitcast=True), MASS_ONE), 0)
-                    listed = tl.sum(mass, axis=0)
-                    total = tl.where(k > 0, listed, tl.load(totals + row))
-                    target = tl.ceil(total.to(tl.float64) * share.to(tl.float64)).to(tl.int64)
-                    if listed < target:
-                        tl.store(counts + row, LIST + 1)
-                    bits, end_id = _end_of(own, token, mass, target)
-                    last_id = tl.where(bits == last_bits, tl.minimum(last_id, end_id), end_id)
-                    last_bits = bits
-            is_kept = (own < last_bits) | ((own == last_bits) & (token <= last_id))
-            is_kept = is_listed & is_kept & (own <= lowest)
-            heat = tl.zeros([LIST], tl.float32) + _heat_of(temperature, b, IS_EDITED)
-            score = tl.div_rn(tl.load(z + row * vocab + token, mask=is_kept, other=0.0), heat)
-            at = (b * num_depths + tl.load(depths + row)) * vocab + token
-            score = tl.load(noise + at, mask=is_kept, other=0.0) + score
-            best = tl.max(tl.where(is_kept, keys_of(ordered_bits(score), token), NO_KEY), axis=0)
-    tl.store(token_ids + row, index_of(best).to(tl.int64))
+def _best_of_all(z, heat, noise, maximum, vocab, last_bits, last_id, lowest, TILE: tl.constexpr):
+    """The key of the best noised z among all tokens up to (last_bits, last_id) and no farther than `lowest`."""
+    best = tl.full([], NO_KEY, tl.int64)
+    for start in range(0, vocab, TILE):
+        token, is_inside, distance, own = _distances(z, heat, start, maximum, vocab, TILE)
+        is_kept = (own < last_bits) | ((own == last_bits) & (token <= last_id))
+        is_kept = is_inside & is_kept & (own <= lowest)
+        score = tl.load(z + token, mask=is_kept, other=0.0)
+        score = tl.div_rn(score, tl.zeros([TILE], tl.float32) + heat)
+        score = tl.load(noise + token, mask=is_kept, other=0.0) + score
+        key = tl.where(is_kept, keys_of(ordered_bits(score), token), NO_KEY)
+        best = tl.maximum(best, tl.max(key, axis=0))
+    return best
 
 
 @triton.jit
-def _search_kernel(
+def _choose_kernel(
     keys,  # [B * N, blocks] int64
-    scratch,  # [B * N, BINS] int64
     z,  # [B * N, V] float32
     temperature,  # [B] float32
     top_k,  # [B] int64
@@ -677,7 +610,11 @@ def _search_kernel(
     depths,  # [B * N] int64
     noise,  # [B, depths, V] float32
     counts,  # [B * N] int32
+    totals,  # [B * N] int64
+    lists,  # [B * N, LIST] int64
+    scratch,  # [B * N, BINS] int64
     token_ids,  # [B * N] int64
+    has_nan,  # [B * N] bool
     nodes,
     vocab,
     num_blocks,
@@ -695,33 +632,68 @@ def _search_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     b = row // nodes
-    if tl.load(counts + row) > LIST:
-        maximum = number_of(ordered_of(_best_of(keys, row, num_blocks, PAD_BLOCKS)))
-        heat = _heat_of(temperature, b, IS_EDITED)
-        k, share, lowest = _ends(top_k, top_p, log_min_p, b, vocab, TOP_K, TOP_P, MIN_P)
-        z += row * vocab
-        scratch += row * BINS
-        noise += (b * num_depths + tl.load(depths + row)) * vocab
-        last_bits = tl.full([], 0x7F800000, tl.int32)
-        last_id = tl.full([], 0x7FFFFFFF, tl.int32)
-        if TOP_K:
-            if k > 0:
-                last_bits, last_id = _end_of_all(
-                    z, heat, maximum, vocab, last_bits, last_id, k, share, scratch, BINS, MASS_ONE, TILE
-                )
-        if TOP_P:
-            if share < 1.0:
-                last_bits, last_id = _end_of_all(
-                    z, heat, maximum, vocab, last_bits, last_id, k * 0, share, scratch, BINS, MASS_ONE, TILE
-                )
-        best = tl.full([], NO_KEY, tl.int64)
-        for start in range(0, vocab, TILE):
-            token, is_inside, distance, own = _distances(z, heat, start, maximum, vocab, TILE)
-            is_kept = (own < last_bits) | ((own == last_bits) & (token <= last_id))
-            is_kept = is_inside & is_kept & (own <= lowest)
-            score = tl.load(z + token, mask=is_kept, other=0.0)
-            score = tl.div_rn(score, tl.zeros([TILE], tl.float32) + heat)
-            score = tl.load(noise + token, mask=is_kept, other=0.0) + score
-            key = tl.where(is_kept, keys_of(ordered_bits(score), token), NO_KEY)
-            best = tl.maximum(best, tl.max(key, axis=0))
-        tl.store(token_ids + row, index_of(best).to(tl.int64))
+    best = _best_of(keys, row, num_blocks, PAD_BLOCKS)
+    tl.store(has_nan + row, ordered_of(best) == 0x7FFFFFFF)
+    maximum = number_of(ordered_of(best))
+    filtered = _is_filtered(temperature, top_k, top_p, min_p, b, vocab, NOISE, TOP_K, TOP_P, MIN_P)
+    if TOP_K or TOP_P or MIN_P:
+        if (filtered > 0) & (tl.abs(maximum) < float("inf")):
+            z += row * vocab
+            heat = _heat_of(temperature, b, IS_EDITED)
+            k = tl.zeros([], tl.int64)
+            share = tl.full([], 1.0, tl.float32)
+            if TOP_K:
+                k = tl.maximum(tl.load(top_k + b), 0)
+                k = tl.where(k < vocab, k, 0)
+            if TOP_P:
+                share = tl.load(top_p + b)
+            noise += (b * num_depths + tl.load(depths + row)) * vocab
+            last_bits = tl.full([], 0x7F800000, tl.int32)  # the end of what is kept
+            last_id = tl.full([], 0x7FFFFFFF, tl.int32)
+            lowest = tl.full([], 0x7F800000, tl.int32)
+            if MIN_P:
+                lowest = tl.abs(tl.load(log_min_p + b)).to(tl.int32, bitcast=True)
+
+            length = tl.load(counts + row)
+            place = tl.arange(0, LIST)
+            is_listed = place < tl.minimum(length, LIST)
+            entry = tl.load(lists + row * LIST + place, mask=is_listed, other=0x7FFFFFFFFFFFFFFF)
+            own, token = (entry >> 32).to(tl.int32), (entry & 0x7FFFFFFF).to(tl.int32)
+            mass = tl.where(is_listed, _mass_of(own.to(tl.float32, bitcast=True), MASS_ONE), 0)
+            target = tl.zeros([], tl.int64)
+            if TOP_P:
+                target = tl.ceil(tl.load(totals + row).to(tl.float64) * share.to(tl.float64)).to(tl.int64)
+            is_enough = (k > 0) | (share >= 1.0) | (tl.sum(mass, axis=0) >= target)
+            if (length <= LIST) & is_enough:
+                if TOP_K:
+                    if k > 0:
+                        last_bits, last_id = _end_of(own, token, is_listed.to(tl.int64), k)
+                if TOP_P:
+                    if share < 1.0:
+                        if k > 0:
+                            is_left = (own < last_bits) | ((own == last_bits) & (token <= last_id))
+                            mass = tl.where(is_left, mass, 0)
+                            left = tl.sum(mass, axis=0).to(tl.float64)
+                            target = tl.ceil(left * share.to(tl.float64)).to(tl.int64)
+                        bits, end_id = _end_of(own, token, mass, target)
+                        last_id = tl.where(bits == last_bits, tl.minimum(last_id, end_id), end_id)
+                        last_bits = bits
+                is_kept = (own < last_bits) | ((own == last_bits) & (token <= last_id))
+                is_kept = is_listed & is_kept & (own <= lowest)
+                score = tl.div_rn(tl.load(z + token, mask=is_kept, other=0.0), tl.zeros([LIST], tl.float32) + heat)
+                score = tl.load(noise + token, mask=is_kept, other=0.0) + score
+                best = tl.max(tl.where(is_kept, keys_of(ordered_bits(score), token), NO_KEY), axis=0)
+            else:
+                scratch += row * BINS
+                if TOP_K:
+                    if k > 0:
+                        last_bits, last_id = _end_of_all(
+                            z, heat, maximum, vocab, last_bits, last_id, k, share, scratch, BINS, MASS_ONE, TILE
+                        )
+                if TOP_P:
+                    if share < 1.0:
+                        last_bits, last_id = _end_of_all(
+                            z, heat, maximum, vocab, last_bits, last_id, k * 0, share, scratch, BINS, MASS_ONE, TILE
+                        )
+                best = _best_of_all(z, heat, noise, maximum, vocab, last_bits, last_id, lowest, TILE)
+    tl.store(token_ids + row, index_of(best).to(tl.int64))
