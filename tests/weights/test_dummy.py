@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import treedraft
 from small_models import HEAD, TARGET
 from treedraft import LLM, SamplingParams, SpeculativeConfig
 from treedraft.config import EngineConfig
@@ -93,7 +94,7 @@ def test_fill_random_by_kind():
 def test_smaller_draft_vocabulary_has_a_consistent_map(tmp_path):
     made = write_configs(tmp_path, draft_vocab_size=20)
     target = load_model(Path(made["model"]), 64, load_format="dummy")
-    head = load_draft_head(Path(made["draft"]), target, torch.float32, "cpu", "dummy")
+    head = load_draft_head(Path(made["draft"]), target, torch.float32, "cpu", load_format="dummy")
     ids = head.draft_to_target
     assert len(ids.unique()) == 20 and int(ids.max()) < 48
     assert torch.equal(head.t2d.nonzero()[:, 0], ids.sort().values)
@@ -113,3 +114,13 @@ def test_shape_of_v2_lite_is_its_published_size():
     active = total - experts * (64 - 6) / 64 - 102400 * 2048
     assert 15.6e9 < total < 15.8e9
     assert 2.3e9 < active < 2.5e9
+
+
+def test_load_draft_head_keeps_the_invariant_products_of_the_lm_head_it_shares() -> None:
+    """The last to choose wins: a head loaded with fast products once made the target's lm_head fast."""
+    demo = Path(treedraft.__file__).parent / "demo"
+    target = load_model(demo / "model", 64, torch.float32, "cpu", products="invariant")
+    head = load_draft_head(demo / "draft", target, torch.float32, "cpu", products="invariant")
+    for model in (target, head):
+        chosen = {v.products for m in model.modules() for v in (m, *vars(m).values()) if hasattr(v, "products")}
+        assert chosen == {"invariant"}

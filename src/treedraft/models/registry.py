@@ -64,15 +64,24 @@ def draft_head_config(folder: Path, target: ModelConfig, load_format: str = "aut
 
 
 def load_draft_head(
-    folder: Path, target: DeepseekModel, dtype: torch.dtype, device: torch.device | str, load_format: str = "auto"
+    folder: Path,
+    target: DeepseekModel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    products: Products = "fast",
+    load_format: str = "auto",
 ) -> Eagle3MlaHead:
-    """Build the draft head of a folder for this target and fill it, as `load_model`."""
+    """Build the draft head of a folder for this target and fill it, as `load_model`.
+
+    products: those of the target, whose lm_head it may share.
+    """
     from treedraft.models.draft.eagle3 import Eagle3MlaHead, load_head, target_tables
 
     if load_format != "dummy":
-        return load_head(folder, target, dtype, device)
+        return load_head(folder, target, dtype, device, products)
     config = draft_head_config(folder, target.config, load_format)
     head = Eagle3MlaHead(config, target_tables(target), target.rope.max_positions, dtype, device)
     fill_random(head.checkpoint())
     pack_matrices(head)
+    choose_products(head, products)
     return head.requires_grad_(False).eval()

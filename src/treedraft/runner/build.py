@@ -240,7 +240,7 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
     model = load_model(layout.folder, layout.logical_len, dtype, device, products, config.load_format)
     head: Eagle3MlaHead | None = None
     if speculative is not None and layout.draft_folder is not None:
-        head = load_draft_head(layout.draft_folder, model, dtype, device, config.load_format)
+        head = load_draft_head(layout.draft_folder, model, dtype, device, products, config.load_format)
         speculative.check(head.config.draft_vocab_size)
     head_config = None if head is None else head.config
 
