@@ -65,7 +65,7 @@ def test_lay_out_auto_is_the_fastest_backend_that_fits(options, expected):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "is_there", "expected"), [(64, True, "gluon"), (64, False, "triton"), (16, True, "triton")]
+    ("page_size", "is_there", "expected"), [(64, True, "gluon"), (64, False, "triton"), (3, True, "triton")]
 )
 def test_choose_backend_takes_gluon_where_device_and_sizes_fit(page_size, is_there, expected, monkeypatch):
     monkeypatch.setattr("treedraft.attention.gluon.is_available", lambda: is_there)
