@@ -13,7 +13,8 @@ pytestmark = [
 pytest.importorskip("flash_mla")
 LATENT, ROPE, PAGE_SIZE, SCALE = 512, 64, 64, 192**-0.5
 RAGGED = [0, 1, 63, 64, 65, 1000, 4097]
-MAX_ERROR, RMS = 1e-2, 3e-3  # the prefix part is rounded to bfloat16 once more than in one kernel: 3.9e-3 at most
+# The prefix part is rounded to bfloat16 once more than in one kernel: simulated in float64 up to 8.5e-3 and 2.5e-3.
+MAX_ERROR, RMS = 1e-2, 3e-3
 
 
 @pytest.mark.parametrize("num_nodes", [1, 8, 64, 130])

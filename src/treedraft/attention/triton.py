@@ -101,7 +101,7 @@ class TritonTreeAttention:
     ) -> tuple[Tensor, Tensor]:
         """See base.TreeAttention.run_mla_with_lse."""
         q, pages, num_rows = _unit_stride(q), plan.prefix.pages, q.shape[1] * q.shape[2]
-        tiles = mla_tiles(q.dtype, v_width, len(q), num_rows, plan.prefix.max_kv_len)
+        tiles = mla_tiles(q.dtype, v_width, len(q), num_rows)
         splits = plan.prefix.splits_for(-(-num_rows // tiles.block_m), tiles)
         return paged_mla_triton(q, kv, pages, plan.ancestor_bits, plan.tree_len, splits, v_width, scale, tiles)
 

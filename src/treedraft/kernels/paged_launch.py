@@ -16,9 +16,7 @@ FIRST_SPLIT = 512  # positions of a fixed split near the beginning
 EQUAL_SPLITS = 16  # so many of that size; after them sizes double every OCTAVE splits
 OCTAVE = 8  # splits
 PART_BYTES = 256 << 20  # of fixed splits' partial results; more row tiles than fit are worked on in turn
-MANY_ROWS = 2048  # query rows that fill a GPU with one program each
-FIXED_DIMS = 256  # output columns of one program of that combine
-FIXED_PARTS = 8  # parts that the combine of fixed splits reads at once: the order of its sums, so never another number
+COMBINE_PARTS = 32  # parts that the combine reads at once: a round of loads takes as long for one
 
 
 @dataclass(frozen=True)
@@ -206,11 +204,7 @@ def attend_shares(
         **shape.constants,
     )
     if num_parts:
-        at_once = min(max(next_power_of_2(splits.groups // batch + 2), 4), 32)  # about as many parts as a row has
-        dims = _padded(shape.value)
-        if batch * num_tokens * num_heads < MANY_ROWS:
-            dims = min(dims, 128)
-        combine_shares_kernel[(num_tokens * num_heads, batch, -(-shape.value // dims))](
+        combine_shares_kernel[(num_tokens * num_heads, batch)](
             part_out,
             part_lse,
             splits.parts,
@@ -222,10 +216,10 @@ def attend_shares(
             row_tiles,
             part_rows,
             DV=shape.value,
-            DIMS=dims,
+            DV_PAD=_padded(shape.value),
             BLOCK_M=tiles.block_m,
-            PARTS=at_once,
-            num_warps=4,
+            PARTS=COMBINE_PARTS,
+            num_warps=8,
         )
     return out, lse
 
@@ -253,7 +247,6 @@ def attend_fixed(
     row_tiles = -(-num_tokens * group_size // tiles.block_m)
     num_tiles = batch * row_tiles * num_kv_heads
     max_splits = num_fixed_splits(max_len)
-    dims = min(FIXED_DIMS, _padded(shape.value))
     at_once = max(1, min(num_tiles, PART_BYTES // (max_splits * tiles.block_m * shape.value * 4)))
     out, lse = _results(q, shape)
     part_out = q.new_empty((at_once, max_splits, tiles.block_m, shape.value), dtype=torch.float32)
@@ -297,7 +290,7 @@ def attend_fixed(
             num_stages=tiles.num_stages,
             **shape.constants,
         )
-        combine_fixed_kernel[(count * tiles.block_m, -(-shape.value // dims))](
+        combine_fixed_kernel[(count * tiles.block_m,)](
             part_out,
             part_lse,
             out,
@@ -310,10 +303,10 @@ def attend_fixed(
             max_splits,
             first,
             DV=shape.value,
-            DIMS=dims,
+            DV_PAD=_padded(shape.value),
             BLOCK_M=tiles.block_m,
-            PARTS=FIXED_PARTS,
-            num_warps=4,
+            PARTS=COMBINE_PARTS,
+            num_warps=8,
         )
     return out, lse
 

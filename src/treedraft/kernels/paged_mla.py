@@ -12,21 +12,20 @@ from torch import Tensor
 from treedraft.kernels.paged_launch import Pages, Shape, Splits, Tiles, attend_fixed, attend_shares
 
 WIDE = 256  # a latent of so many columns fills a multiprocessor's memory with two tiles
-SHORT = 16384  # keys up to which few rows are waited for, not computed
 
 
-def mla_tiles(dtype: torch.dtype, v_width: int, batch: int, num_rows: int, max_len: int) -> Tiles:
-    """How the kernel is compiled for num_rows query rows (tokens * heads) a sequence, of at most max_len keys.
+def mla_tiles(dtype: torch.dtype, v_width: int, batch: int, num_rows: int) -> Tiles:
+    """How the kernel is compiled for num_rows query rows (tokens * heads) a sequence.
 
     Microseconds on an H200, 16 heads, latent 512, for 64 x 64 | what is chosen: 1 token x 4k, batch 1: 32 | 22;
-    1 x 32k, batch 1: 60 | 40; 1 x 4k, batch 64: 191 | 121; 8 x 4k, batch 1: 34 | 28; 8 x 32k, batch 1, with tiles of
-    32 | what is chosen: 85 | 66 (2026-12).
+    1 x 32k, batch 1: 60 | 40; 1 x 4k, batch 64: 191 | 121; 8 x 4k, batch 1: 34 | 28; but 8 x 32k, batch 1: 66 | 85,
+    as the length is known on the device alone (2026-12).
     """
     if dtype == torch.float32 or v_width <= WIDE:
         return fixed_mla_tiles(dtype, v_width)
     if num_rows <= 16:
-        return Tiles(16, 64, num_warps=8, num_stages=3) if batch < 16 else Tiles(16, 32, 4, 2, per_sm=2)
-    if batch * num_rows <= 128 and max_len <= SHORT:
+        return Tiles(16, 64, num_warps=8, num_stages=3) if batch < 16 else Tiles(16, 32, 4, 4, per_sm=2)
+    if batch * num_rows <= 128:
         return Tiles(32, 64, num_warps=8, num_stages=2)
     return fixed_mla_tiles(dtype, v_width)
 

@@ -491,18 +491,14 @@ def combine_row(
     num_parts,
     out,  # at the row
     lse,
-    first_dim,
     DV: tl.constexpr,
-    DIMS: tl.constexpr,
+    DV_PAD: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Join the parts of one row, in their order: columns first_dim .. first_dim + DIMS - 1 of its output.
-
-    A part of log-sum-exp -inf changes no bit, wherever it stands.
-    """
+    """Join the parts of one row, in their order. A part of log-sum-exp -inf changes no bit, wherever it stands."""
     index = tl.arange(0, PARTS)
     many = tl.arange(0, 4 * PARTS)
-    dim = first_dim + tl.arange(0, DIMS)
+    dim = tl.arange(0, DV_PAD)
     high = tl.full([], float("-inf"), tl.float32)
     for first in range(0, num_parts, 4 * PARTS):
         part = first + many
@@ -510,7 +506,7 @@ def combine_row(
         high = tl.maximum(high, tl.max(lses, 0))
     base = tl.where(high == float("-inf"), 0.0, high)
     total = tl.zeros([], tl.float32)
-    acc = tl.zeros([DIMS], tl.float32)
+    acc = tl.zeros([DV_PAD], tl.float32)
     for first in range(0, num_parts, PARTS):
         part = first + index
         lses = tl.load(part_lse + part * stride, mask=part < num_parts, other=float("-inf"))
@@ -521,9 +517,8 @@ def combine_row(
         total += tl.sum(weight, 0)
     acc = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out + dim, acc.to(out.dtype.element_ty), mask=dim < DV)
-    if first_dim == 0:
-        row_lse = (high + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN_2
-        tl.store(lse, tl.where(total == 0.0, float("-inf"), row_lse))
+    row_lse = (high + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN_2
+    tl.store(lse, tl.where(total == 0.0, float("-inf"), row_lse))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -539,14 +534,13 @@ def combine_shares_kernel(
     row_tiles,
     part_rows,  # rows of one part
     DV: tl.constexpr,
-    DIMS: tl.constexpr,
+    DV_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Rows (token, head) of sequences that several groups worked on; others were written already."""
     index = tl.program_id(0)
     b = tl.program_id(1)
-    first_dim = tl.program_id(2) * DIMS
     num_parts = tl.load(parts + b * 3)
     if num_parts > 1:
         head = index % num_heads
@@ -554,16 +548,7 @@ def combine_shares_kernel(
         first = (tl.load(parts + b * 3 + 1) + tl.load(parts + b * 3 + 2)).to(tl.int64) * part_rows + row
         at = b.to(tl.int64) * num_tokens * num_heads + index
         combine_row(
-            part_out + first * DV,
-            part_lse + first,
-            part_rows,
-            num_parts,
-            out + at * DV,
-            lse + at,
-            first_dim,
-            DV,
-            DIMS,
-            PARTS,
+            part_out + first * DV, part_lse + first, part_rows, num_parts, out + at * DV, lse + at, DV, DV_PAD, PARTS
         )
 
 
@@ -581,12 +566,11 @@ def combine_fixed_kernel(
     max_splits,
     first_tile_id,
     DV: tl.constexpr,
-    DIMS: tl.constexpr,
+    DV_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """One row of the row tiles that fixed_kernel worked on."""
-    first_dim = tl.program_id(1) * DIMS
     local_tile = tl.program_id(0) // BLOCK_M
     within = tl.program_id(0) % BLOCK_M
     tile_id = first_tile_id + local_tile
@@ -598,14 +582,5 @@ def combine_fixed_kernel(
         first = local_tile.to(tl.int64) * max_splits * BLOCK_M + within
         at = (b * num_tokens + token) * num_heads + head
         combine_row(
-            part_out + first * DV,
-            part_lse + first,
-            BLOCK_M,
-            max_splits,
-            out + at * DV,
-            lse + at,
-            first_dim,
-            DV,
-            DIMS,
-            PARTS,
+            part_out + first * DV, part_lse + first, BLOCK_M, max_splits, out + at * DV, lse + at, DV, DV_PAD, PARTS
         )

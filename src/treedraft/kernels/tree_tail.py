@@ -23,10 +23,9 @@ from treedraft.kernels.paged_tree import (
     slots_at,
 )
 
-
-def tail_tiles(tree_len: int) -> Tiles:
-    """How the kernel is compiled: few rows a program, since it waits for loads more than it computes."""
-    return Tiles(block_m=16, block_n=16 if tree_len <= 16 else 32, num_warps=4, num_stages=1)
+FEW_ROWS = Tiles(block_m=16, block_n=32, num_warps=4, num_stages=1)
+MANY_ROWS = Tiles(block_m=64, block_n=64, num_warps=8, num_stages=1)
+MANY = 16384  # query rows in all from which large tiles fill a GPU
 
 
 def attend_tail_triton(
@@ -48,7 +47,7 @@ def attend_tail_triton(
     """
     batch, num_tokens, num_heads, _ = q.shape
     shape = Shape(key=v_width, rope=kv.shape[-1] - v_width, value=v_width, shared_value=True)
-    tiles = tail_tiles(tree_len)
+    tiles = MANY_ROWS if batch * num_tokens * num_heads >= MANY and q.dtype == torch.bfloat16 else FEW_ROWS
     out = q.new_empty((batch, num_tokens, num_heads, v_width))
     lse = q.new_empty((batch, num_tokens, num_heads), dtype=torch.float32)
     if q.is_meta or out.numel() == 0:
