@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from treedraft.attention.paged import PagedChainAttend, PagedPrefillAttend, PagedTreeAttend
+from treedraft.attention.paged import PagedPrefillAttend, PagedTreeAttend
 from treedraft.attention.reference import TorchTreeAttention
 from treedraft.kv.page_table import slots_of
 from treedraft.kv.pool import LatentPool
-from treedraft.runner.drafter import chain_bits
 from treedraft.types import TreeRows
 
 HEADS, KEY, ROPE, LATENT = 3, 4, 2, 8
@@ -286,34 +285,3 @@ def test_tree_attend_bfloat16_stays_bfloat16(batch):
     assert out.dtype == torch.bfloat16
     assert out.shape == (batch, 3, HEADS, 5)
     assert out.isfinite().all()
-
-
-class TorchChainAttention(TorchTreeAttention):
-    """A chain as a tree."""
-
-    def plan_chain(self, page_table, kv_lens, num_rows, max_kv_len, page_size):
-        rows = TreeRows(page_table, kv_lens, chain_bits(num_rows, kv_lens.device)[None], num_rows, max_kv_len)
-        return self.plan(rows, page_size)
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_chain_chunks_of_two_prompts_equal_loops(page_size):
-    """Two prompts, each in two chunks; the second chunks see the first ones through the pool."""
-    lens, cut = (9, 70), (4, 3)
-    rows = [random_rows(length, seed=length) for length in lens]
-    rows[1] = rows[1].with_weight(rows[0].kv_b)
-    pool = poisoned_pool(page_size, num_pages=200)
-    width = -(-max(lens) // page_size)
-    table = torch.arange(2 * width, dtype=torch.int32).view(2, width) + 2
-    slots = [slots_of(table[b : b + 1], torch.arange(length)[None], page_size)[0] for b, length in enumerate(lens)]
-    outs: list[list[Tensor]] = [[], []]
-    for parts in ([slice(0, cut[b]) for b in (0, 1)], [slice(cut[b], lens[b]) for b in (0, 1)]):
-        chunks = [rows[b].take(parts[b]) for b in (0, 1)]
-        joined = Rows(*(torch.cat([getattr(c, name) for c in chunks]) for name in INPUTS), rows[0].kv_b)
-        sequences = [(p.start, p.stop - p.start) for p in parts]
-        write_slots = torch.cat([slots[b][parts[b]] for b in (0, 1)])
-        attend = PagedChainAttend(TorchChainAttention(), pool, sequences, write_slots, table, page_size)
-        for b, out in enumerate(joined.run(attend).split([length for _, length in sequences])):
-            outs[b].append(out)
-    for b, length in enumerate(lens):
-        torch.testing.assert_close(torch.cat(outs[b]), attend_in_loops(rows[b], causal(length)), **EXACT)

@@ -65,13 +65,3 @@ class TreeAttention(Protocol):
 
         k: [num_slots, hk, d], v: [num_slots, hk, dv], q: [B, R, h, d]; query head i reads KV head i // (h // hk).
         """
-
-
-class ChainAttention(TreeAttention, Protocol):
-    """A backend that also takes long chains, such as chunks of prompts, without ancestor bits."""
-
-    def plan_chain(self, page_table: Tensor, kv_lens: Tensor, num_rows: int, max_kv_len: int, page_size: int) -> Plan:
-        """Plan num_rows consecutive rows of each sequence: row r sees logical positions 0 .. kv_lens + r.
-
-        page_table: [B, W] int32; kv_lens: [B] int64, at most max_kv_len.
-        """

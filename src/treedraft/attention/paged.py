@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treedraft.attention.base import ChainAttention, Plan, TreeAttention
+from treedraft.attention.base import Plan, TreeAttention
 from treedraft.kv.page_table import slots_of
 from treedraft.kv.pool import LatentPool
 
@@ -129,51 +129,6 @@ class PagedPrefillAttend:
             k, v = expand_kv(latents, ropes, kv_b, q_nope.shape[-1])
             outs.append(attend_causally(q[rows], k, v, mask, scale))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-class PagedChainAttend:
-    """Chunks of prompts, joined to a leading shape [T], in absorbed form, as PagedTreeAttend computes tree rows.
-
-    With a backend whose rows depend on their own keys alone, a token has the same bits here as in any tree.
-    """
-
-    is_static = False  # lengths are known on the host, and layers may sync
-
-    def __init__(
-        self,
-        backend: ChainAttention,
-        pool: LatentPool,
-        sequences: Sequence[tuple[int, int]],
-        write_slots: Tensor,
-        page_rows: Tensor,
-        page_size: int,
-    ) -> None:
-        """sequences: (start, length) of each chunk; write_slots: [T] int64; page_rows: [B, W] int32."""
-        self.backend, self.pool, self.write_slots = backend, pool, write_slots
-        starts = torch.tensor([start for start, _ in sequences], device=page_rows.device)
-        self._chunks = []
-        row = 0
-        for b, (start, length) in enumerate(sequences):
-            plan = backend.plan_chain(page_rows[b : b + 1], starts[b : b + 1], length, start, page_size)
-            self._chunks.append((slice(row, row + length), plan))
-            row += length
-
-    def mla(
-        self,
-        layer: int,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        kv_b: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """As PagedTreeAttend.mla with leading shape [T]; returns [T, h, dv]."""
-        self.pool.write_finite(layer, self.write_slots, latent, k_rope)
-        key_dim, kv = q_nope.shape[-1], self.pool.layer(layer)
-        q = absorb(q_nope[None], q_rope[None], kv_b[:, :key_dim])
-        outs = [self.backend.run_mla(plan, kv, q[:, rows], latent.shape[-1], scale) for rows, plan in self._chunks]
-        return expand_values(outs[0] if len(outs) == 1 else torch.cat(outs, 1), kv_b[:, key_dim:])[0]
 
 
 def absorb(q_nope: Tensor, q_rope: Tensor, key_weight: Tensor) -> Tensor:
