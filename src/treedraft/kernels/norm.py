@@ -29,7 +29,7 @@ def add_rms_norm_triton(delta: Tensor, residual: Tensor | None, weight: Tensor, 
     if num_rows:
         _add_norm_kernel[(num_rows,)](
             rows,
-            rows if residual is None else residual.reshape(-1, size),
+            rows if residual is None else residual.reshape(-1, size).contiguous(),  # may be one row, expanded
             weight,
             normed,
             total,

@@ -59,7 +59,7 @@ def norm_route_triton(
     rows = delta.reshape(-1, size)
     _norm_route_kernel[(triton.cdiv(num_experts, EXPERTS), num_rows)](
         rows,
-        residual,
+        residual.contiguous(),
         norm_weight,
         router_weight,
         router_weight if bias is None else bias,
