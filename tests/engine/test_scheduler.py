@@ -1,7 +1,6 @@
 """Random traces of arrivals, aborts and NaNs against a fake runner that checks ownership at every step."""
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -42,8 +41,6 @@ class Trace:
         fields = {"priority": rng.choice([0, 0, 0, 1, 2])}
         if rng.random() < 0.2:
             fields["max_nodes"] = rng.choice([1, 1, 3])
-        if rng.random() < 0.02:
-            fields["deadline_s"] = time.perf_counter() + rng.random() * 0.01
         request = make_request(len(self.requests), prompt, rng.randrange(1, 40), **fields)
         try:
             self.scheduler.check_fits(request)
@@ -75,6 +72,8 @@ class Trace:
                 self.arrive()
             if self.rng.random() < 0.03 and self.scheduler.by_id:
                 self.scheduler.abort(self.rng.choice(list(self.scheduler.by_id)))
+            if self.rng.random() < 0.01 and self.scheduler.by_id:
+                self.rng.choice(list(self.scheduler.by_id.values())).deadline_s = 0
             self.step()
         for _ in range(5000):
             if self.engine.is_idle:

@@ -99,8 +99,8 @@ class Scheduler:
         self._end_overdue()
         self._make_way()
         updates: list[PageUpdate] = []
-        decodes, prefills = self._continue_running(updates)
-        self._admit(prefills, updates)
+        decodes = self._rounds(updates)
+        prefills = self._chunks(updates)
         released, self._released_slots = tuple(self._released_slots), []
         shape = self.chooser.choose(len(decodes)) if self.chooser is not None and decodes else 0
         freed = self.kv.allocator.take_freed()
@@ -152,18 +152,23 @@ class Scheduler:
 
     # ------------------------------------------------------------------ rows
 
-    def _continue_running(self, updates: list[PageUpdate]) -> tuple[list[DecodeRow], list[PrefillRow]]:
-        """Rows of what runs, in the order of rank: whoever is preempted for another comes after it, without a row."""
-        decodes: list[DecodeRow] = []
-        prefills: list[PrefillRow] = []
+    def _rounds(self, updates: list[PageUpdate]) -> list[DecodeRow]:
+        """A round for all that may emit, in the order of rank: who is preempted for another has no row yet."""
+        decodes = []
         for request in tuple(self.running):
-            if request.slot < 0:  # preempted just now
-                continue
-            if request.is_prefilling:
-                self._prefill(request, prefills)
-            elif self._may_emit(request) and self._grow(request, updates):
+            is_decoding = request.slot >= 0 and not request.is_prefilling  # no slot: preempted just now
+            if is_decoding and self._may_emit(request) and self._grow(request, updates):
                 decodes.append(self._decode_row(request))
-        return decodes, prefills
+        return decodes
+
+    def _chunks(self, updates: list[PageUpdate]) -> list[PrefillRow]:
+        """Chunks of prompts in the order of rank, of those who wait as well, until the step's tokens are used up."""
+        prefills: list[PrefillRow] = []
+        for request in [r for r in self.running if r.is_prefilling]:
+            self._admit(prefills, updates, before=request)
+            self._prefill(request, prefills)
+        self._admit(prefills, updates)
+        return prefills
 
     def _may_emit(self, request: Request) -> bool:
         """Whether a further round could emit a token that counts: each round in flight emits at least one."""
@@ -234,10 +239,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ admission and preemption
 
-    def _admit(self, prefills: list[PrefillRow], updates: list[PageUpdate]) -> None:
-        """Start those who wait, strictly in their order: nobody overtakes one that is too large for now."""
+    def _admit(self, prefills: list[PrefillRow], updates: list[PageUpdate], before: Request | None = None) -> None:
+        """Start those who wait (and come before another in rank), strictly in their order: nobody is overtaken."""
         while self.waiting and self._free_slots:
             request = self.waiting[0]
+            if before is not None and request.rank() > before.rank():
+                return
             has_tokens = sum(len(row.token_ids) for row in prefills) < self.chunked_prefill
             if request.pending or not has_tokens or not self._has_room(request):
                 return  # pending: tokens are on their way, which will be known then
