@@ -17,8 +17,8 @@ class CachedPage:
 
     page: int
     key: tuple[int, ...]
-    parent: CachedPage | None
-    children: dict[tuple[int, ...], CachedPage] = field(default_factory=dict)
+    parent: CachedPage | None = field(repr=False)
+    children: dict[tuple[int, ...], CachedPage] = field(default_factory=dict, repr=False)
     num_users: int = 0  # sequences whose page table names this page
 
 
