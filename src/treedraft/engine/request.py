@@ -31,6 +31,7 @@ class Request:
     max_nodes: int | None = None  # nodes of its trees, root included, where fewer than the engine's; 1: no speculation
     arrival: int = 0
     slot: int = -1
+    owned_len: int = 0  # positions that its pages cover
     kv_len: int = 0
     prefill_len: int = 0  # known tokens that are prefilled: all of a prompt, all but the last with output
     pending: int = 0  # launched rows not yet collected
@@ -47,6 +48,9 @@ class Request:
     started_s: float = 0.0
     prefilled_s: float = 0.0
     finished_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.output_limit = min(self.params.max_tokens, self.max_len - len(self.prompt_token_ids))
 
     @property
     def is_finished(self) -> bool:
@@ -87,13 +91,11 @@ class Request:
             num_output = len(self.output_token_ids)
             may_stop = num_output >= self.params.min_tokens
             if token_id in self.stop_token_ids and may_stop:
-                self.finish("stop")
-            elif self.text.push(token_id) and may_stop:
-                self.finish("stop")
-            elif num_output >= self.params.max_tokens or len(self.prompt_token_ids) + num_output >= self.max_len:
-                self.finish("length")
-            if self.is_finished:
-                return
+                return self.finish("stop")
+            if self.text.push(token_id) and may_stop:
+                return self.finish("stop")
+            if num_output >= self.output_limit:
+                return self.finish("length")
 
     def count_round(self, num_accepted: int) -> None:
         """Record one verify round that accepted drafts down to depth `num_accepted`."""

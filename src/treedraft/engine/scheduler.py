@@ -172,11 +172,8 @@ class Scheduler:
 
     def _may_emit(self, request: Request) -> bool:
         """Whether a further round could emit a token that counts: each round in flight emits at least one."""
-        at_least = (
-            max(1, len(request.output_token_ids)) + request.pending_rounds
-        )  # the prefill's token may be in flight
-        limit = min(request.params.max_tokens, request.max_len - len(request.prompt_token_ids))
-        return at_least < limit
+        at_least = (len(request.output_token_ids) or 1) + request.pending_rounds  # the first token may be in flight
+        return at_least < request.output_limit
 
     def _upper(self, request: Request) -> int:
         """Upper end of the interval that the host knows for kv_len."""
@@ -185,6 +182,8 @@ class Scheduler:
     def _grow(self, request: Request, updates: list[PageUpdate]) -> bool:
         """Own pages for a round, of one token at least. False: even these were missing, and it was preempted itself."""
         upper = self._upper(request)
+        if upper + self.tail <= request.owned_len:
+            return True
         want = min(self.kv.pages_for(upper + self.tail), self._most_pages(request))
         need = self.kv.pages_for(min(upper + 1, request.max_len))
         page_size = self.kv.page_size
@@ -193,7 +192,7 @@ class Scheduler:
             self._preempt(last)
             if last is request:
                 return False
-        within_reach = self.kv.num_pages(request.slot) + self.kv.num_available
+        within_reach = request.owned_len // page_size + self.kv.num_available
         self._reserve(request, min(want, within_reach) * page_size, updates)
         return True
 
@@ -201,16 +200,9 @@ class Scheduler:
         upper, is_exact = self._upper(request), request.pending_rounds == 0
         request.pending += 1
         request.pending_rounds += 1
-        owned = self.kv.num_pages(request.slot) * self.kv.page_size
         most = self.max_nodes if request.max_nodes is None else min(request.max_nodes, self.max_nodes)
-        return DecodeRow(
-            request_id=request.request_id,
-            slot=request.slot,
-            max_kv_len=upper,
-            node_limit=max(1, min(most, owned - upper)),
-            sampling=request.params,
-            is_exact=is_exact,
-        )
+        node_limit = max(1, min(most, request.owned_len - upper))
+        return DecodeRow(request.request_id, request.slot, upper, node_limit, request.params, is_exact)
 
     def _prefill(self, request: Request, prefills: list[PrefillRow]) -> None:
         """Append the request's next chunk, as far as the step's tokens go."""
@@ -326,6 +318,7 @@ class Scheduler:
         update = self.kv.reserve(request.slot, num_tokens)
         if update is not None:
             updates.append(update)
+        request.owned_len = self.kv.num_pages(request.slot) * self.kv.page_size
 
     def _end(self, request: Request) -> None:
         """Forget a finished request, wherever it is."""
@@ -342,6 +335,7 @@ class Scheduler:
         self._released_slots.append(request.slot)
         self.running.remove(request)
         request.slot = -1
+        request.owned_len = 0
 
     def check_integrity(self) -> None:
         """Raise InvariantError when pages or slots are owned twice, or lost."""
