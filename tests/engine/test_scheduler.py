@@ -7,7 +7,9 @@ import pytest
 
 from engine.fake_runner import MAX_CONTEXT, expected_output, make_engine, make_request, text_of
 from treedraft.config import EngineConfig, SpeculativeConfig
+from treedraft.engine.scheduler import Scheduler
 from treedraft.errors import ConfigError, InvariantError, RequestError
+from treedraft.kv.prefix import PrefixCache
 from treedraft.types import StepResult
 
 TREE = SpeculativeConfig(3, 2, 6)
@@ -331,3 +333,58 @@ def test_commit_nan_pages_are_not_kept():
     kept = engine.scheduler.kv.find_prefix(prompt, 99)
     assert len(kept) == 6, "request 2 is good"
     assert engine.scheduler.kv.check_integrity() is None
+
+
+def _keys_without_followers(self, token_ids, max_pages):
+    size = self.page_size
+    for start in range(0, min(max_pages, (len(token_ids) - 1) // size) * size, size):
+        yield tuple(token_ids[start : start + size])
+
+
+def _never_used(self, path):
+    pass
+
+
+def _last_row_from_the_cache(self, request):
+    num_rows = request.num_known - bool(request.output_token_ids)
+    return self.kv.find_prefix((*request.known_token_ids, 1), num_rows // self.kv.page_size)
+
+
+def _launched_or_not(self, request):
+    return request.known_token_ids
+
+
+def _nothing_in_flight(self, request):
+    return request.kv_len
+
+
+def _nobody_makes_way(self):
+    pass
+
+
+def _pages_stay(self, request):
+    self._free_slots.append(request.slot)
+    self._released_slots.append(request.slot)
+    self.running.remove(request)
+    request.slot, request.owned_len = -1, 0
+
+
+FAULTS = {
+    "a page is found by its own tokens alone": (PrefixCache, "_keys", _keys_without_followers),
+    "shared pages are evicted": (PrefixCache, "use", _never_used),
+    "nothing is left to compute": (Scheduler, "_cached", _last_row_from_the_cache),
+    "pages are cached before they are computed": (Scheduler, "_committed", _launched_or_not),
+    "rounds in flight are forgotten": (Scheduler, "_upper", _nothing_in_flight),
+    "priorities only order the queue": (Scheduler, "_make_way", _nobody_makes_way),
+    "pages stay with an empty slot": (Scheduler, "_leave_slot", _pages_stay),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_random_traces_notice_a_planted_fault(fault, monkeypatch):
+    owner, name, wrong = FAULTS[fault]
+    monkeypatch.setattr(owner, name, wrong)
+    options = {"speculative": TREE, "max_pending": 1, "page_size": 2, "num_pages": 33, "chunked_prefill": 8}
+    with pytest.raises((AssertionError, InvariantError, IndexError)):
+        for seed in range(30):
+            Trace(seed, **options).run(150)

@@ -135,3 +135,24 @@ def test_acceptance_after_hits_and_preemption_is_that_of_a_fresh_engine(tmp_path
     assert tokens_of(given) == tokens_of(fresh) * 2
     assert tight.engine.scheduler.num_preemptions > 0
     assert sum(o.metrics.num_cached_tokens for o in given) > 0
+
+
+def test_red_zones_find_no_trespass_under_chunks_preemption_and_hits(tmp_path: Path) -> None:
+    prompts = [[*PROMPTS[1], i, i + 1] for i in range(1, 7)]
+    options = {"chunked_prefill": 3, "kv_memory_bytes": kv_memory(10, 3)}
+    clean = make_llm(tmp_path / "clean", TREE, **options).generate(prompts, GREEDY, progress=False)
+    llm = make_llm(tmp_path / "watched", TREE, debug="redzone", **options)
+    assert tokens_of(llm.generate(prompts, GREEDY, progress=False)) == tokens_of(clean)
+    assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_chunks_through_the_kernels_of_decoding_give_the_same_text(tmp_path: Path) -> None:
+    """As `--deterministic` prefills: each token a sequence of its own."""
+    llm = make_llm(tmp_path, TREE, chunked_prefill=4)
+    expected = tokens_of(llm.generate(PROMPTS, GREEDY, progress=False))
+    llm.engine.scheduler.kv.drop_cache()
+    llm.runner.target = replace(llm.runner.target, is_deterministic=True)
+    for _ in range(2):  # the second time from the cache
+        outputs, problems = generate_checked(llm, PROMPTS, GREEDY)
+        assert tokens_of(outputs) == expected and problems == []
+    assert [o.metrics.num_cached_tokens for o in outputs] == [3, 6, 0]
