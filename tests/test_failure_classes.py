@@ -549,38 +549,39 @@ def test_class_9_accepted_children_that_are_not_first_siblings(script, fault, pr
 
 
 def _one_page_leaks(original: Any) -> Any:
-    def release(self: KVManager, slot: int) -> int:
+    def release(self: KVManager, slot: int, *text: Any) -> int:
         self._pages.get(slot, [0]).pop()
-        return original(self, slot)
+        return original(self, slot, *text)
 
     return release
 
 
 @faulty(one_page_leaks=wrap(KVManager, "release", _one_page_leaks))
-def test_class_12_when_idle_all_pages_are_free(fault, prompts, monkeypatch):
+def test_class_12_when_idle_all_pages_are_free_or_cached(fault, prompts, monkeypatch):
     llm = make_llm((3, 2, 6), page_size=2, max_batch=2)
-    allocator = llm.engine.scheduler.kv.allocator
+    kv = llm.engine.scheduler.kv
 
     def check() -> Problems:
         llm.generate(prompts * 2, replace(GREEDY, max_tokens=6), progress=False)
         llm.engine.scheduler.check_integrity()
-        return [] if allocator.num_free == allocator.num_allocatable else ["pages are lost"]
+        return [] if kv.num_available == kv.allocator.num_allocatable else ["pages are lost"]
 
     expect(check, fault, monkeypatch)
 
 
 @contextmanager
 def poisoning(llm: LLM) -> Iterator[None]:
-    """Before every step, NaN in every page that no running sequence owns, the trash page included."""
+    """Before every step, NaN in every page that is neither owned nor cached, the trash page included."""
     pools = [llm.runner.target.pool, llm.runner.drafter.pool]  # type: ignore[union-attr]
     kv = llm.engine.scheduler.kv
     original = llm.runner.launch
 
     def launch(plan: Any) -> Any:
         owned = {page for r in llm.engine.scheduler.running for page in kv.owned(r.slot)}
-        new = {page for update in plan.page_updates for page in update.pages}
+        cached = set(kv.cache.pages())
+        new = {page for update in plan.page_updates for page in update.pages} - cached
         for pool in pools:
-            for page in set(range(pool.num_pages)) - (owned - new) - {ZERO_PAGE}:
+            for page in set(range(pool.num_pages)) - (owned - new) - cached - {ZERO_PAGE}:
                 pool.data[:, page * pool.page_size : (page + 1) * pool.page_size] = torch.nan
         return original(plan)
 

@@ -14,7 +14,7 @@ import pytest
 import treedraft
 
 ROOT = Path(treedraft.__file__).parent
-HOST_KV = {"kv.allocator", "kv.manager"}
+HOST_KV = {"kv.allocator", "kv.manager", "kv.prefix"}
 BOTTOM = {"errors", "types", "config"}
 DEVICE = {"kernels", "kv", "speculative", "weights"}
 BELOW_LLM = BOTTOM | DEVICE | HOST_KV | {"engine", "runner", "models", "attention"}
@@ -44,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": set(),  # names, resolved when first used
 }
 ALLOWED["kv.allocator"] = {"errors"}
-ALLOWED["kv.manager"] = {"errors", "types", "kv.allocator"}
+ALLOWED["kv.prefix"] = {"errors"}
+ALLOWED["kv.manager"] = {"errors", "types", "kv.allocator", "kv.prefix"}
 FOR_ANNOTATIONS = {"bench": {"cli"}, "kv.page_table": set()}  # seen by the type checker alone
 
 DEVICE_TYPES = {"TreeRows", "ModelOutput", "DraftTree", "Accepted"}

@@ -108,6 +108,8 @@ class EngineConfig:
     )
     mem_fraction_static: float = 0.85  # share of a GPU's memory for weights, workspaces and pools together
     speculative: SpeculativeConfig | None = SpeculativeConfig()
+    chunked_prefill: int = 4096  # tokens of prompts that enter in one step, beside the rounds of what runs
+    prefix_cache: bool = True  # full pages of past texts are kept, and found by later ones that begin alike
     max_pending: int = 0  # rounds launched before the first is read; "auto" on a GPU is 1
     cuda_graph: str = "auto"  # "on": rounds are replayed graphs; "eager": on the same static buffers, without capture;
     # "auto": off on the CPU; on a GPU on, unless the attention backend plans on the host
@@ -133,6 +135,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer of at least {low}; got {value!r}")
         if self.max_context is not None and (not isinstance(self.max_context, int) or self.max_context < 2):
             raise ConfigError(f"max_context must be at least 2 tokens; got {self.max_context!r}")
+        if not isinstance(self.chunked_prefill, int) or self.chunked_prefill < 1:
+            raise ConfigError(f"chunked_prefill must be at least 1 token a step; got {self.chunked_prefill!r}")
         if self.capture not in ("auto", "on", "off"):
             raise ConfigError(f"capture must be auto, on or off; got {self.capture!r}")
         if not 0 < self.mem_fraction_static < 1:

@@ -46,6 +46,8 @@ class LLM:
         page_size: int = 16,
         max_context: int | None = None,
         max_batch: int = 8,
+        chunked_prefill: int = 4096,
+        prefix_cache: bool = True,
         speculative: SpeculativeConfig | None = SpeculativeConfig(),  # noqa: B008  frozen
         seed: int = 0,
         kv_memory_bytes: int | None = None,
@@ -69,6 +71,8 @@ class LLM:
             page_size=page_size,
             max_context=max_context,
             max_batch=max_batch,
+            chunked_prefill=chunked_prefill,
+            prefix_cache=prefix_cache,
             kv_memory_bytes=kv_memory_bytes,
             mem_fraction_static=mem_fraction_static,
             speculative=speculative,

@@ -100,14 +100,25 @@ def _is_real(x: object) -> bool:
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """One sequence whose prompt enters this step. It owns its slot's pages already."""
+    """A stretch of a sequence's known tokens whose KV is made in this step. It owns its slot's pages already.
+
+        prompt and, after a preemption, output:   0 ..... start ... start + len(token_ids) - 1 | next_token ...
+                                                  in the pool      this step's rows
+
+    The last draft row pairs with next_token. None: it is not known, but sampled from the last row.
+    """
 
     request_id: int
     slot: int
-    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
     noise_key: int  # 64 bits, see speculative.noise
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]  # masked while fewer than min_tokens are generated
+    output_token_ids: tuple[int, ...] = ()  # emitted before a preemption
+    token_ids: tuple[int, ...] = ()
+    start: int = 0
+    next_token: int | None = None
+    is_last: bool = True  # rounds may follow: next_token is the sequence's root
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,7 @@ class StepPlan:
     prefills: tuple[PrefillRow, ...] = ()
     decodes: tuple[DecodeRow, ...] = ()
     shape: int = 0  # of the rounds' trees: index into config.offered_shapes
+    freed_pages: tuple[int, ...] = ()  # neither owned nor cached since the last step; page_updates may name them again
 
     @property
     def is_empty(self) -> bool:
@@ -151,7 +163,7 @@ class RowResult:
     """What one row of a step produced."""
 
     request_id: int
-    is_round: bool  # False: the prefill's one token
+    is_round: bool  # False: the prefill's one token, or none where tokens of the sequence are still known
     token_ids: tuple[int, ...]  # accepted drafts in order, then the bonus token
     has_nan: bool  # the target's logits held a NaN: token_ids mean nothing
     logprobs: tuple[float, ...] | None  # of each token, raw target distribution
@@ -179,6 +191,8 @@ class RequestMetrics:
     accepted_per_depth: tuple[float, ...]  # share of rounds in which the draft at depth 1, 2, ... was accepted
     elapsed_s: float
     tokens_per_s: float
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True)

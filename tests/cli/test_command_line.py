@@ -46,7 +46,9 @@ def flags_of(*path: str) -> set[str]:
 
 ENGINE = (
     "--model --model-path --draft --speculative-draft-model-path --load-format --device --dtype --page-size "
-    "--block-size --max-context --max-model-len --context-length --max-batch --max-running-requests --kv-memory "
+    "--block-size --max-context --max-model-len --context-length --max-batch --max-running-requests "
+    "--chunked-prefill-size --max-num-batched-tokens --enable-prefix-caching --disable-radix-cache "
+    "--no-enable-prefix-caching --kv-memory "
     "--mem-fraction-static --gpu-memory-utilization --cuda-graph --disable-cuda-graph --enforce-eager "
     "--attention-backend --draft-attention-backend --speculative-draft-attention-backend --deterministic "
     "--enable-deterministic-inference --debug --seed"
@@ -116,6 +118,7 @@ def test_generate_passes_the_flags_on() -> None:
         *("--max-model-len", "99", "--kv-memory", "2M", "--gpu-memory-utilization", "0.5", "--seed", "7"),
         *("--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "9"),
         *("--no-shared-noise", "--device", "cpu", "--dtype", "float64", "--max-running-requests", "5"),
+        *("--chunked-prefill-size", "64", "--disable-radix-cache"),
     )
     assert result.exit_code == 0
     assert FakeLLM.built == [
@@ -128,6 +131,8 @@ def test_generate_passes_the_flags_on() -> None:
             "page_size": 3,
             "max_context": 99,
             "max_batch": 5,
+            "chunked_prefill": 64,
+            "prefix_cache": False,
             "kv_memory_bytes": 2 * 2**20,
             "mem_fraction_static": 0.5,
             "cuda_graph": "auto",

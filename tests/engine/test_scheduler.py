@@ -5,145 +5,128 @@ from dataclasses import replace
 
 import pytest
 
-from treedraft.config import EngineConfig, SpeculativeConfig, max_logical_len, speculative_tail
-from treedraft.engine.engine import Engine
-from treedraft.engine.request import Request
+from engine.fake_runner import MAX_CONTEXT, expected_output, make_engine, make_request, text_of
+from treedraft.config import EngineConfig, SpeculativeConfig
 from treedraft.engine.scheduler import Scheduler
-from treedraft.engine.text import TextStream
-from treedraft.errors import InvariantError, RequestError
-from treedraft.kv.allocator import PageAllocator
-from treedraft.kv.manager import KVManager
-from treedraft.types import RowResult, SamplingParams, StepResult
-
-EOS = 0
-
-
-def script(request_id, index):
-    """The token that request `request_id` says at output index `index`: the text does not depend on the rounds."""
-    value = (request_id * 7919 + index * 104729) % 97
-    return EOS if value == 5 else 1 + value
-
-
-class FakeRunner:
-    """A device that keeps a page table and lengths, and accepts a random number of drafts each round."""
-
-    def __init__(self, config, pages, seed):
-        self.config, self.rng = config, random.Random(seed)
-        self.tail = speculative_tail(config.speculative)
-        self.max_path = 1 if config.speculative is None else config.speculative.max_path
-        self.tables = {}
-        self.kv_lens, self.owner, self.emitted = {}, {}, {}
-        self.pages = pages
-        self.shrunk_rounds = 0
-        self.nan_ids = set()
-
-    def launch(self, plan):
-        for slot in plan.released_slots:
-            self.tables.pop(slot, None)
-        for update in plan.page_updates:
-            row = self.tables.setdefault(update.slot, [])
-            assert update.column == len(row), "pages must be appended"
-            row.extend(update.pages)
-        every = [page for row in self.tables.values() for page in row]
-        assert len(set(every)) == len(every), "a page is in two rows of the table"
-        rows = [self._round(r) for r in plan.decodes] + [self._prefill(r) for r in plan.prefills]
-        return StepResult(rows=tuple(rows))
-
-    def collect(self, ticket):
-        return ticket
-
-    def _prefill(self, row):
-        assert self._owned(row.slot) >= len(row.token_ids)
-        self.kv_lens[row.slot], self.owner[row.slot], self.emitted[row.slot] = len(row.token_ids), row.request_id, 1
-        return self._result(row, (script(row.request_id, 0),), False)
-
-    def _round(self, row):
-        assert self.owner[row.slot] == row.request_id
-        kv_len = self.kv_lens[row.slot]
-        assert kv_len <= row.max_kv_len, "the host's interval must hold the true length"
-        assert 1 <= row.node_limit
-        if row.node_limit > 1:
-            assert kv_len + row.node_limit <= self._owned(row.slot), "nodes beyond the owned pages"
-        nodes = 1 if self.config.speculative is None else self.config.speculative.num_draft_tokens
-        self.shrunk_rounds += row.node_limit < nodes
-        accepted = self.rng.randrange(min(self.max_path, row.node_limit))
-        start = self.emitted[row.slot]
-        tokens = tuple(script(row.request_id, start + i) for i in range(accepted + 1))
-        self.kv_lens[row.slot] += accepted + 1
-        self.emitted[row.slot] += accepted + 1
-        return self._result(row, tokens, True)
-
-    def _owned(self, slot):
-        return len(self.tables.get(slot, ())) * self.config.page_size
-
-    def _result(self, row, tokens, is_round):
-        has_nan = is_round and row.request_id in self.nan_ids
-        return RowResult(row.request_id, is_round, tokens, has_nan, None, None)
-
+from treedraft.errors import ConfigError, InvariantError, RequestError
+from treedraft.kv.prefix import PrefixCache
+from treedraft.types import StepResult
 
 TREE = SpeculativeConfig(3, 2, 6)
+SHAPES = [None, TREE, SpeculativeConfig(5, 1, 2)]
 
 
-def make_engine(num_pages, seed, speculative=TREE, max_pending=0, page_size=3, max_context=60):
-    config = EngineConfig(
-        speculative=speculative, page_size=page_size, max_batch=4, max_context=max_context, max_pending=max_pending
-    )
-    width = -(-max_logical_len(max_context, speculative, max_pending) // page_size)
-    kv = KVManager(PageAllocator(num_pages + 2), page_size, width)
-    runner = FakeRunner(config, num_pages, seed)
-    return Engine(Scheduler(config, kv), runner, max_pending), runner
+def random_prompt(rng, texts):
+    """A new prompt, one that begins as an earlier text, or one that was asked before."""
+    if not texts or rng.random() < 0.3:
+        return [rng.randrange(1, 90) for _ in range(rng.randrange(1, 40))]
+    text = rng.choice(texts)
+    beginning = list(text[: rng.randrange(1, 40)])
+    return (beginning + [rng.randrange(1, 90) for _ in range(rng.randrange(6))])[: MAX_CONTEXT - 1]
 
 
-def make_request(request_id, prompt_len, max_tokens, max_context=60):
-    params = SamplingParams(max_tokens=max_tokens)
-    max_len = min(prompt_len + max_tokens, max_context)
-    return Request(request_id, (1,) * prompt_len, params, 0, 0, frozenset({EOS}), max_len, TextStream(None, ()))
+class Trace:
+    """Random arrivals, priorities, deadlines and aborts; invariants after every step."""
 
+    def __init__(self, seed, **options):
+        self.rng = random.Random(seed)
+        self.max_pending = options.get("max_pending", 0)
+        self.engine, self.runner = make_engine(seed=seed, **options)
+        self.scheduler = self.engine.scheduler
+        self.requests, self.texts = [], []
+        self.first, self.first_state, self.num_idle_steps = None, None, 0
 
-def expected_output(request):
-    out = []
-    limit = min(request.params.max_tokens, request.max_len - len(request.prompt_token_ids))
-    while len(out) < limit:
-        out.append(script(request.request_id, len(out)))
-        if out[-1] == EOS:
-            break
-    return out
+    def arrive(self):
+        rng = self.rng
+        prompt = random_prompt(rng, self.texts)
+        self.texts.append(text_of(prompt))
+        fields = {"priority": rng.choice([0, 0, 0, 1, 2])}
+        if rng.random() < 0.2:
+            fields["max_nodes"] = rng.choice([1, 1, 3])
+        request = make_request(len(self.requests), prompt, rng.randrange(1, 40), **fields)
+        try:
+            self.scheduler.check_fits(request)
+        except RequestError:
+            return
+        self.scheduler.add(request)
+        self.requests.append(request)
 
+    def step(self):
+        self.engine.step()
+        self.scheduler.check_integrity()
+        kv = self.scheduler.kv
+        for request in self.scheduler.running:
+            assert tuple(self.runner.tables[request.slot]) == kv.owned(request.slot), "the table mirrors the owner"
+        self._check_progress()
 
-@pytest.mark.parametrize("max_pending", [0, 1, 2])
-@pytest.mark.parametrize("speculative", [None, SpeculativeConfig(3, 2, 6), SpeculativeConfig(5, 1, 2)])
-def test_engine_random_traces_end_every_request_with_its_own_text(max_pending, speculative):
-    for seed in range(25):
-        rng = random.Random(seed)
-        engine, runner = make_engine(rng.choice([25, 40, 90]), seed, speculative, max_pending)
-        requests, next_id = [], 0
-        for _ in range(200):
-            if rng.random() < 0.25 and next_id < 30:
-                request = make_request(next_id, rng.randrange(1, 40), rng.randrange(1, 40))
-                engine.scheduler.check_fits(request)
-                engine.scheduler.add(request)
-                requests.append(request)
-                next_id += 1
-            if rng.random() < 0.03 and requests:
-                engine.scheduler.abort(rng.choice(requests).request_id)
-            engine.step()
-            engine.scheduler.check_integrity()
-        for _ in range(2000):
-            if engine.is_idle:
+    def _check_progress(self):
+        """The first in rank never stands still for longer than it takes to read what is in flight."""
+        first = min(self.scheduler.by_id.values(), key=lambda r: r.rank(), default=None)
+        state = None if first is None else (first.num_known, first.kv_len, first.pending)
+        is_still = first is not None and first is self.first and state == self.first_state
+        self.num_idle_steps = self.num_idle_steps + 1 if is_still else 0
+        self.first, self.first_state = first, state
+        assert self.num_idle_steps <= self.max_pending + 2, "the first in rank starves"
+
+    def run(self, num_steps, most=30):
+        for _ in range(num_steps):
+            if self.rng.random() < 0.25 and len(self.scheduler.by_id) < most:
+                self.arrive()
+            if self.rng.random() < 0.03 and self.scheduler.by_id:
+                self.scheduler.abort(self.rng.choice(list(self.scheduler.by_id)))
+            if self.rng.random() < 0.01 and self.scheduler.by_id:
+                self.rng.choice(list(self.scheduler.by_id.values())).deadline_s = 0
+            self.step()
+        for _ in range(5000):
+            if self.engine.is_idle:
                 break
-            engine.step()
-            engine.scheduler.check_integrity()
-        assert engine.is_idle and all(r.is_finished for r in requests)
-        for request in requests:
+            self.step()
+        assert self.engine.is_idle and all(r.is_finished for r in self.requests)
+        for request in self.requests:
             want = expected_output(request)
             if request.finish_reason == "abort":
                 assert request.output_token_ids == want[: len(request.output_token_ids)]
             else:
                 assert request.output_token_ids == want
+        return self
+
+
+@pytest.mark.parametrize("max_pending", [0, 1, 2])
+@pytest.mark.parametrize("speculative", SHAPES, ids=["no tree", "tree", "short chain"])
+def test_engine_random_traces_end_every_request_with_its_own_text(max_pending, speculative):
+    total = {"chunks": 0, "resumed": 0, "cached": 0}
+    for seed in range(10):
+        rng = random.Random(seed)
+        options = {
+            "num_pages": rng.choice([25, 40, 90]) * 3,
+            "page_size": 1,
+            "chunked_prefill": rng.choice([1, 5, 16, 4096]),
+            "prefix_cache": seed % 4 != 3,
+        }
+        if seed % 3:
+            options["page_size"] = rng.choice([2, 3, 8])
+            options["num_pages"] = rng.choice([60, 75, 120, 270]) // options["page_size"] + 1
+        trace = Trace(seed, speculative=speculative, max_pending=max_pending, **options).run(200)
+        total["chunks"] += trace.runner.counts["chunks"]
+        total["resumed"] += trace.runner.counts["resumed"]
+        total["cached"] += trace.scheduler.num_cached_tokens
+    assert all(total.values()), "the traces must see chunks, preemptions and cache hits"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_pending", [0, 1])
+@pytest.mark.parametrize("speculative", SHAPES[:2], ids=["no tree", "tree"])
+def test_engine_a_hundred_thousand_steps(max_pending, speculative):
+    for seed, page_size in enumerate([1, 2, 3, 16, 64]):
+        num_pages = max(2, 150 // page_size)
+        options = {"num_pages": num_pages, "page_size": page_size, "chunked_prefill": [1, 7, 64, 16, 4096][seed]}
+        Trace(seed, speculative=speculative, max_pending=max_pending, **options).run(5000)
 
 
 def test_schedule_pool_too_small_for_a_tree_shrinks_it_and_the_request_finishes():
-    engine, runner = make_engine(num_pages=20, seed=0)  # 60 slots: the whole context, no room for a tail
+    engine, runner = make_engine(
+        num_pages=20, seed=0, speculative=TREE
+    )  # 60 slots: the whole context, no room for a tail
     request = make_request(0, 20, 40)
     engine.scheduler.add(request)
     for _ in range(100):
@@ -154,17 +137,17 @@ def test_schedule_pool_too_small_for_a_tree_shrinks_it_and_the_request_finishes(
     engine.scheduler.add(long)
     for _ in range(100):
         engine.step()
-    assert len(long.output_token_ids) == 25 and runner.shrunk_rounds > 0
+    assert len(long.output_token_ids) == 25 and runner.counts["shrunk"] > 0
 
 
 def test_check_fits_request_larger_than_the_pool_names_pages():
-    engine, _ = make_engine(num_pages=10, seed=0)
+    engine, _ = make_engine(num_pages=10, seed=0, speculative=TREE)
     with pytest.raises(RequestError, match="need 20 pages of 3 tokens, the whole pool has 10"):
         engine.scheduler.check_fits(make_request(0, 20, 40))
 
 
 def test_commit_nan_ends_that_request_alone():
-    engine, runner = make_engine(num_pages=90, seed=1)
+    engine, runner = make_engine(num_pages=90, seed=1, speculative=TREE)
     requests = [make_request(i, 5, 30) for i in (1, 2, 3)]
     runner.nan_ids = {2}
     for request in requests:
@@ -188,7 +171,7 @@ def test_schedule_asks_the_chooser_once_a_round_and_commit_tells_it_every_row():
         def count(self, shape, accepted_by_shape):
             self.counted.append((shape, accepted_by_shape))
 
-    engine, runner = make_engine(num_pages=90, seed=1)
+    engine, runner = make_engine(num_pages=90, seed=1, speculative=TREE)
     chooser = engine.scheduler.chooser = Chooser()
     for i in (1, 2):
         engine.scheduler.add(make_request(i, 5, 12))
@@ -210,7 +193,7 @@ def test_schedule_asks_the_chooser_once_a_round_and_commit_tells_it_every_row():
 
 
 def test_check_integrity_planted_leak_is_noticed():
-    engine, _ = make_engine(num_pages=30, seed=0)
+    engine, _ = make_engine(num_pages=30, seed=0, speculative=TREE)
     engine.scheduler.kv.reserve(3, 9)
     with pytest.raises(InvariantError, match="idle"):
         engine.scheduler.check_integrity()
@@ -221,3 +204,187 @@ def test_config_resolve_is_frozen():
     with pytest.raises(AttributeError):
         config.page_size = 3
     assert replace(config, page_size=3).page_size == 3
+
+
+@pytest.mark.parametrize("chunked_prefill", [0, -1, 2.5])
+def test_config_chunk_of_no_tokens_raises(chunked_prefill):
+    with pytest.raises(ConfigError, match="chunked_prefill must be at least 1 token"):
+        EngineConfig(chunked_prefill=chunked_prefill).check()
+
+
+def run_until_idle(engine):
+    plans, launch = [], engine.runner.launch
+
+    def recorded(plan):
+        plans.append(plan)
+        return launch(plan)
+
+    engine.runner.launch = recorded
+    while not engine.is_idle:
+        engine.step()
+        engine.scheduler.check_integrity()
+    return plans
+
+
+def test_schedule_a_long_prompt_enters_in_chunks_beside_the_rounds_of_others():
+    engine, _ = make_engine(num_pages=90, seed=0, speculative=TREE, chunked_prefill=8)
+    short, long = make_request(1, 3, 30), make_request(2, 40, 5)
+    for request in (short, long):
+        request.stop_token_ids = frozenset()
+        engine.scheduler.add(request)
+    plans = run_until_idle(engine)
+    chunks = [[(r.request_id, r.start, len(r.token_ids)) for r in plan.prefills] for plan in plans if plan.prefills]
+    assert chunks == [[(1, 0, 3), (2, 0, 5)], [(2, 5, 8)], [(2, 13, 8)], [(2, 21, 8)], [(2, 29, 8)], [(2, 37, 3)]]
+    assert all([r.request_id for r in plan.decodes] == [1] for plan in plans[1:6]), "nobody waits for a long prompt"
+
+
+def test_schedule_a_text_that_was_seen_is_not_prefilled_again():
+    engine, _ = make_engine(num_pages=90, seed=0, speculative=TREE)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    first, again = make_request(1, prompt, 5), make_request(2, prompt, 5)
+    other = make_request(3, [*prompt[:6], 7, 7], 5)  # page 2 is (1 5 9), but another token follows
+    for request in (first, again, other):
+        request.stop_token_ids = frozenset()
+        engine.scheduler.add(request)
+        run_until_idle(engine)
+    assert [r.num_cached_tokens for r in (first, again, other)] == [0, 6, 3]
+    assert engine.scheduler.num_cached_tokens == 9 and engine.scheduler.num_prompt_tokens == 24
+    longer = make_request(4, [*prompt, *first.output_token_ids], 5)
+    engine.scheduler.add(longer)
+    run_until_idle(engine)
+    assert longer.num_cached_tokens == 12, "the output is found like the prompt"
+    assert engine.scheduler.kv.drop_cache() > 0
+    assert engine.scheduler.kv.allocator.num_free == 90
+
+
+def test_schedule_the_last_row_of_a_cached_prompt_is_computed():
+    """Sampling and drafting begin with the state of the last row, which no page holds."""
+    for length in range(1, 13):
+        engine, _ = make_engine(num_pages=90, seed=0, speculative=TREE)
+        for i in range(2):
+            engine.scheduler.add(make_request(i, range(1, length + 1), 20))
+            plans = run_until_idle(engine)
+        assert sum(len(r.token_ids) for plan in plans for r in plan.prefills) == (length - 1) % 3 + 1
+
+
+def test_schedule_pool_for_one_preempts_the_youngest_and_all_finish():
+    engine, runner = make_engine(num_pages=20, seed=0, speculative=TREE, prefix_cache=False)
+    requests = [make_request(i, 10, 40) for i in range(4)]
+    for request in requests:
+        request.stop_token_ids = frozenset()
+        engine.scheduler.add(request)
+    run_until_idle(engine)
+    assert [r.output_token_ids for r in requests] == [expected_output(r) for r in requests]
+    assert requests[0].num_preemptions == 0 and engine.scheduler.num_preemptions > 0
+    assert runner.counts["resumed"] > 0
+    assert engine.scheduler.num_preemptions == sum(r.num_preemptions for r in requests)
+
+
+def test_schedule_an_urgent_request_takes_the_place_of_another():
+    engine, _ = make_engine(num_pages=90, seed=0, speculative=TREE, max_batch=1)
+    patient, urgent = make_request(1, 10, 40, priority=1), make_request(2, 10, 10, priority=0)
+    patient.stop_token_ids = frozenset()
+    engine.scheduler.add(patient)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.add(urgent)
+    engine.step()
+    assert [r.request_id for r in engine.scheduler.running] == [2]
+    run_until_idle(engine)
+    assert [r.output_token_ids for r in (patient, urgent)] == [expected_output(r) for r in (patient, urgent)]
+    assert patient.num_preemptions == 1 and patient.finished_s > urgent.finished_s
+
+
+def test_schedule_a_passed_deadline_ends_the_request_and_reports_it():
+    engine, _ = make_engine(num_pages=90, seed=0, speculative=TREE, max_batch=1)
+    requests = [make_request(i, 5, 40) for i in range(2)]
+    for request in requests:
+        request.stop_token_ids = frozenset()
+        engine.scheduler.add(request)
+    engine.step()
+    for request in requests:
+        request.deadline_s = 0
+    assert engine.step() == requests and engine.is_idle
+    assert all(r.finish_reason == "abort" and "deadline" in r.error for r in requests)
+    engine.scheduler.check_integrity()
+
+
+def test_abort_of_a_preempted_request_with_a_round_in_flight_drops_it():
+    engine, _ = make_engine(num_pages=90, seed=0, speculative=TREE, max_pending=1, max_batch=1)
+    patient, urgent = make_request(1, 10, 40, priority=1), make_request(2, 10, 10)
+    engine.scheduler.add(patient)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.add(urgent)
+    engine.scheduler.schedule()
+    assert patient.slot < 0 and patient.pending > 0
+    engine.scheduler.abort(1)
+    engine.scheduler.check_integrity()
+    assert list(engine.scheduler.by_id) == [2]
+
+
+def test_commit_nan_pages_are_not_kept():
+    engine, runner = make_engine(num_pages=90, seed=1, speculative=TREE)
+    runner.nan_ids = {1}
+    prompt = list(range(1, 20))
+    for i in (1, 2):
+        engine.scheduler.add(make_request(i, prompt, 30))
+    run_until_idle(engine)
+    kept = engine.scheduler.kv.find_prefix(prompt, 99)
+    assert len(kept) == 6, "request 2 is good"
+    assert engine.scheduler.kv.check_integrity() is None
+
+
+def _keys_without_followers(self, token_ids, max_pages):
+    size = self.page_size
+    for start in range(0, min(max_pages, (len(token_ids) - 1) // size) * size, size):
+        yield tuple(token_ids[start : start + size])
+
+
+def _never_used(self, path):
+    pass
+
+
+def _last_row_from_the_cache(self, request):
+    num_rows = request.num_known - bool(request.output_token_ids)
+    return self.kv.find_prefix((*request.known_token_ids, 1), num_rows // self.kv.page_size)
+
+
+def _launched_or_not(self, request):
+    return request.known_token_ids
+
+
+def _nothing_in_flight(self, request):
+    return request.kv_len
+
+
+def _nobody_makes_way(self):
+    pass
+
+
+def _pages_stay(self, request):
+    self._free_slots.append(request.slot)
+    self._released_slots.append(request.slot)
+    self.running.remove(request)
+    request.slot, request.owned_len = -1, 0
+
+
+FAULTS = {
+    "a page is found by its own tokens alone": (PrefixCache, "_keys", _keys_without_followers),
+    "shared pages are evicted": (PrefixCache, "use", _never_used),
+    "nothing is left to compute": (Scheduler, "_cached", _last_row_from_the_cache),
+    "pages are cached before they are computed": (Scheduler, "_committed", _launched_or_not),
+    "rounds in flight are forgotten": (Scheduler, "_upper", _nothing_in_flight),
+    "priorities only order the queue": (Scheduler, "_make_way", _nobody_makes_way),
+    "pages stay with an empty slot": (Scheduler, "_leave_slot", _pages_stay),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_random_traces_notice_a_planted_fault(fault, monkeypatch):
+    owner, name, wrong = FAULTS[fault]
+    monkeypatch.setattr(owner, name, wrong)
+    options = {"speculative": TREE, "max_pending": 1, "page_size": 2, "num_pages": 33, "chunked_prefill": 8}
+    with pytest.raises((AssertionError, InvariantError, IndexError)):
+        for seed in range(30):
+            Trace(seed, **options).run(150)

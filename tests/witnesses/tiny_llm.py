@@ -16,6 +16,7 @@ def make_llm(folder: Path, shape: tuple[int, int, int] | None, **options: Any) -
     """An engine over a random target and a random head; shape: num_steps, topk, num_draft_tokens, or None."""
     settings = {"max_batch": 4, "max_context": 32, "page_size": 3, "capture": "off", **options}
     speculative = None if shape is None else SpeculativeConfig(*shape)
+    folder.mkdir(exist_ok=True)
     return LLM(**write_pair(folder / "pair"), dtype="float64", device="cpu", speculative=speculative, **settings)
 
 

@@ -162,7 +162,8 @@ def run_latency(
     unknown = [name for name in settings.compare if name != "transformers"]
     if unknown:
         raise ConfigError(f"--compare knows transformers; got {unknown[0]!r}")
-    engine = replace(engine, max_batch=max(engine.max_batch, *settings.batches))
+    # Without the prefix cache: every repetition prefills its prompts.
+    engine = replace(engine, max_batch=max(engine.max_batch, *settings.batches), prefix_cache=False)
     plain = engine.load(None)
     contestants: list[Contestant] = [OurEngine(PLAIN, plain), OurEngine(SPECULATIVE, engine.load(speculative))]
     if settings.with_auto:

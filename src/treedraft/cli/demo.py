@@ -31,7 +31,7 @@ SHOWN = (("story", 0, 0.8), ("kid", 0, 0.8), ("code", 18, 0.0))  # domain, which
 def demo(
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens for each text.")] = 96,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed repetitions of each engine.")] = 3,
-    engine: EngineOptions = EngineOptions(max_context=1024),
+    engine: EngineOptions = EngineOptions(max_context=1024, prefix_cache=False),
     tree: TreeOptions = TreeOptions(),
 ) -> None:
     """Generate real text through tree speculation, with its acceptance, and its speed beside no speculation."""

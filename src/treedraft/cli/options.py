@@ -77,6 +77,24 @@ class EngineOptions:
             "--max-batch", "--max-running-requests", help="Sequences decoded together.", rich_help_panel=_MODEL
         ),
     ] = 8
+    chunked_prefill: Annotated[
+        int,
+        typer.Option(
+            "--chunked-prefill-size",
+            "--max-num-batched-tokens",
+            help="Tokens of prompts that enter in one step, beside the rounds of what runs.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = 4096
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--disable-radix-cache",
+            " /--no-enable-prefix-caching",
+            help="Keep full pages of past texts, for later ones that begin alike.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = True
     kv_memory: Annotated[
         str | None,
         typer.Option(help="Size of the KV pools, in bytes or as 512M, 2G.", rich_help_panel=_MODEL),

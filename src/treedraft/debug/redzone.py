@@ -123,25 +123,19 @@ class UnguardedSource(GuardedSource):
 
 
 class FreePages:
-    """Which pages nobody owns, as the plans of the steps say; their KV holds poison."""
+    """Which pages are neither owned nor cached, as the plans of the steps say; their KV holds poison."""
 
     def __init__(self, pools: dict[str, LatentPool]) -> None:
         self.pools = pools
-        self._owner: dict[int, int] = {}  # slot by page
         num_pages = next(iter(pools.values())).num_pages
         self._free = set(range(NUM_RESERVED_PAGES, num_pages))
         self.poison([page for page in range(num_pages) if page != ZERO_PAGE])  # the trash page too: nobody reads it
 
     def follow(self, plan: StepPlan) -> None:
-        """Poison what a plan frees, in stream order before the plan itself, and give up what it hands out."""
-        released = set(plan.released_slots) | {update.slot for update in plan.page_updates if update.column == 0}
-        freed = [page for page, slot in self._owner.items() if slot in released]
-        for page in freed:
-            del self._owner[page]
-        self._free.update(freed)
-        self.poison(freed)
+        """Poison what became free, in stream order before the plan itself, and give up what it hands out."""
+        self._free.update(plan.freed_pages)
+        self.poison(list(plan.freed_pages))
         for update in plan.page_updates:
-            self._owner.update(dict.fromkeys(update.pages, update.slot))
             self._free.difference_update(update.pages)
 
     def poison(self, pages: list[int]) -> None:

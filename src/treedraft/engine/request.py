@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -9,11 +10,12 @@ from treedraft.engine.text import TextStream
 from treedraft.types import Choice, RequestMetrics, SamplingParams
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One choice of one prompt, from arrival to its last token.
 
-    `kv_len` is exact as of the last collected step; `pending` counts launched steps not yet collected.
+    Once its prefill was launched, `kv_len` is exact as of the last collected step; before, it is where the next chunk
+    begins. A request without a slot waits: it is new, or was preempted and its known tokens are prefilled again.
     """
 
     request_id: int
@@ -24,10 +26,18 @@ class Request:
     stop_token_ids: frozenset[int]
     max_len: int  # prompt and output together end here at the latest
     text: TextStream
+    priority: int = 0  # the lower, the more urgent
+    deadline_s: float = math.inf  # by time.perf_counter: then the request ends, finished or not
+    max_nodes: int | None = None  # nodes of its trees, root included, where fewer than the engine's; 1: no speculation
+    arrival: int = 0
     slot: int = -1
+    owned_len: int = 0  # positions that its pages cover
     kv_len: int = 0
-    pending: int = 0
-    promised_pages: int = 0
+    prefill_len: int = 0  # known tokens that are prefilled: all of a prompt, all but the last with output
+    pending: int = 0  # launched rows not yet collected
+    pending_rounds: int = 0  # rounds among them
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
+    num_preemptions: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -39,9 +49,31 @@ class Request:
     prefilled_s: float = 0.0
     finished_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.output_limit = min(self.params.max_tokens, self.max_len - len(self.prompt_token_ids))
+
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    def rank(self) -> tuple[int, int]:
+        """The order in which requests are served; a preempted one keeps its place."""
+        return self.priority, self.arrival
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a part of the known tokens is still to be launched."""
+        return self.kv_len < self.prefill_len
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and output so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def known_token_ids(self) -> tuple[int, ...]:
+        """Prompt and output so far."""
+        return (*self.prompt_token_ids, *self.output_token_ids) if self.output_token_ids else self.prompt_token_ids
 
     def append(
         self,
@@ -59,13 +91,11 @@ class Request:
             num_output = len(self.output_token_ids)
             may_stop = num_output >= self.params.min_tokens
             if token_id in self.stop_token_ids and may_stop:
-                self.finish("stop")
-            elif self.text.push(token_id) and may_stop:
-                self.finish("stop")
-            elif num_output >= self.params.max_tokens or len(self.prompt_token_ids) + num_output >= self.max_len:
-                self.finish("length")
-            if self.is_finished:
-                return
+                return self.finish("stop")
+            if self.text.push(token_id) and may_stop:
+                return self.finish("stop")
+            if num_output >= self.output_limit:
+                return self.finish("length")
 
     def count_round(self, num_accepted: int) -> None:
         """Record one verify round that accepted drafts down to depth `num_accepted`."""
@@ -108,4 +138,6 @@ def metrics_of(requests: list[Request]) -> RequestMetrics:
         accepted_per_depth=tuple(n / rounds for n in per_depth) if rounds else (),
         elapsed_s=elapsed_s,
         tokens_per_s=generated / elapsed_s if elapsed_s > 0 else float("nan"),
+        num_cached_tokens=requests[0].num_cached_tokens,
+        num_preemptions=sum(r.num_preemptions for r in requests),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from bisect import insort
 
 from treedraft.config import EngineConfig, speculative_tail
 from treedraft.engine.acceptance import AcceptanceWatch
@@ -11,43 +11,48 @@ from treedraft.engine.request import Request
 from treedraft.engine.shapes import ShapeChooser
 from treedraft.errors import InvariantError, RequestError
 from treedraft.kv.manager import KVManager
-from treedraft.types import DecodeRow, PageUpdate, PrefillRow, StepPlan, StepResult
+from treedraft.kv.prefix import CachedPage
+from treedraft.types import DecodeRow, PageUpdate, PrefillRow, RowResult, StepPlan, StepResult
 
 
 class Scheduler:
-    """First come, first served. A request is admitted once the pool can hold all it may ever need.
+    """Most urgent first, and first come, first served among equals: `Request.rank` orders both lists.
 
     What a sequence owns before a round is launched, U being the upper end of what the host knows of kv_len:
 
         0 ............ kv_len .... U ............. U + tail
         committed      |<- interval ->| tree or draft rows |
 
-    Pages are taken step by step, but promised at admission, so that a running sequence never waits for one.
+    A request is admitted when the pool has room for its text so far and a tree; what it will write later is not kept
+    for it. When pages run out the tree shrinks, down to plain decoding. When not even that fits, the request of the
+    last rank gives up its pages and waits. Later its text so far is prefilled again; a token once emitted is known, and
+    never sampled again. The request of the first rank never waits, so every request ends.
+
+    A step has a round for every running sequence, and beside it at most `chunked_prefill` tokens of prompts: a long
+    prompt enters in chunks and holds nobody up.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        kv: KVManager,
-        max_prefill_tokens: int = 4096,
-        chooser: ShapeChooser | None = None,
-    ):
+    def __init__(self, config: EngineConfig, kv: KVManager, chooser: ShapeChooser | None = None):
         """chooser: of each round's tree shape; None: always the configured one."""
         self.kv = kv
         self.chooser = chooser
         self.num_pages = kv.allocator.num_allocatable
-        self.max_prefill_tokens = max_prefill_tokens
+        self.chunked_prefill = config.chunked_prefill
         self.tail = speculative_tail(config.speculative)
         self.max_path = 1 if config.speculative is None else config.speculative.max_path
         self.max_nodes = 1 if config.speculative is None else config.speculative.num_draft_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.by_id: dict[int, Request] = {}
         self.acceptance = AcceptanceWatch()
-        self.promised_pages = 0
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of all requests that were ever admitted
+        self.num_cached_tokens = 0  # of these, found in the prefix cache
+        self._num_added = 0
         self._num_slots = config.max_batch
         self._free_slots = list(range(config.max_batch))[::-1]
         self._released_slots: list[int] = []
+        self._ended: list[Request] = []  # by their deadline, since the last commit
 
     # ------------------------------------------------------------------ arrivals
 
@@ -62,20 +67,16 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that fits."""
+        request.arrival, self._num_added = self._num_added, self._num_added + 1
         self.by_id[request.request_id] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=Request.rank)
 
     def abort(self, request_id: int) -> None:
         """End a request now; its tokens so far stay in it. Unknown or finished ids are ignored."""
         request = self.by_id.get(request_id)
-        if request is None:
-            return
-        request.finish("abort")
-        if request.slot >= 0:
-            self._release(request)
-        else:
-            self.waiting.remove(request)
-            del self.by_id[request_id]
+        if request is not None:
+            request.finish("abort")
+            self._end(request)
 
     def reset(self) -> None:
         """Forget every request and own nothing, whatever an interrupt left half done."""
@@ -83,7 +84,7 @@ class Scheduler:
         self.running.clear()
         self.by_id.clear()
         self.kv.reset()
-        self.promised_pages = 0
+        self._ended.clear()
         self._free_slots = list(range(self._num_slots))[::-1]
         self._released_slots = list(range(self._num_slots))  # every row of the page table may be stale
 
@@ -94,121 +95,258 @@ class Scheduler:
     # ------------------------------------------------------------------ one step
 
     def schedule(self) -> StepPlan:
-        """Choose the next step: a round for every running sequence that may still emit, and admitted prompts."""
+        """Choose the next step: a round for every running sequence that may still emit, and chunks of prompts."""
+        self._end_overdue()
+        self._make_way()
         updates: list[PageUpdate] = []
-        decodes = tuple(self._decode_row(r, updates) for r in self.running if self._may_emit(r))
-        prefills = tuple(self._prefill_row(r, updates) for r in self._admit())
+        decodes = self._rounds(updates)
+        prefills = self._chunks(updates)
         released, self._released_slots = tuple(self._released_slots), []
         shape = self.chooser.choose(len(decodes)) if self.chooser is not None and decodes else 0
-        return StepPlan(released, tuple(updates), prefills, decodes, shape)
+        freed = self.kv.allocator.take_freed()
+        return StepPlan(released, tuple(updates), tuple(prefills), tuple(decodes), shape, freed)
 
     def commit(self, result: StepResult) -> list[Request]:
         """Take a collected step's tokens; returns the requests that it changed. A finished one's rows are dropped."""
-        changed = []
+        changed, self._ended = self._ended, []
         for row in result.rows:
             request = self.by_id.get(row.request_id)
             if request is None:  # finished or aborted while this round was in flight: a dead round
                 continue
             request.pending -= 1
+            request.pending_rounds -= row.is_round
             if row.is_round and result.overflow is not None:
                 request.finish("error", f"request {request.request_id}: {result.overflow}")
             elif row.has_nan:
                 where = "a round" if row.is_round else "the prefill"
                 request.finish("error", f"request {request.request_id}: the model's logits held a NaN in {where}")
+            elif row.is_round:
+                self._commit_round(request, row)
             else:
-                if row.is_round:
-                    request.kv_len += len(row.token_ids)
-                    request.count_round(len(row.token_ids) - 1)
-                    if self.chooser is not None:
-                        self.chooser.count(row.shape, row.accepted_by_shape)
-                    if self.max_nodes > 1 and row.shape == 0:  # the largest tree
-                        self.acceptance.count(len(row.token_ids) - 1)
-                else:
-                    request.prefilled_s = time.perf_counter()
-                request.append(row.token_ids, row.logprobs, row.top_logprobs)
-            changed.append(request)
+                self._commit_prefill(request, row)
+            if row.token_ids or request.is_finished:
+                changed.append(request)
             if request.is_finished:
-                self._release(request)
+                self._end(request)
         return changed
+
+    # ------------------------------------------------------------------ before the rows
+
+    def _end_overdue(self) -> None:
+        """End what has passed its deadline."""
+        now_s = time.perf_counter()
+        for request in [r for r in self.by_id.values() if r.deadline_s <= now_s]:
+            request.finish("abort", f"request {request.request_id}: its deadline has passed")
+            self._end(request)
+            self._ended.append(request)
+
+    def _make_way(self) -> None:
+        """Let the first of those who wait take the place of less urgent ones."""
+        if not self.waiting or self.waiting[0].pending:
+            return
+        first = self.waiting[0]
+        while self.running and self.running[-1].priority > first.priority:
+            if self._free_slots and self._has_room(first):
+                return
+            self._preempt(self.running[-1])
+
+    # ------------------------------------------------------------------ rows
+
+    def _rounds(self, updates: list[PageUpdate]) -> list[DecodeRow]:
+        """A round for all that may emit, in the order of rank: who is preempted for another has no row yet."""
+        decodes = []
+        for request in tuple(self.running):
+            is_decoding = request.slot >= 0 and not request.is_prefilling  # no slot: preempted just now
+            if is_decoding and self._may_emit(request) and self._grow(request, updates):
+                decodes.append(self._decode_row(request))
+        return decodes
+
+    def _chunks(self, updates: list[PageUpdate]) -> list[PrefillRow]:
+        """Chunks of prompts in the order of rank, of those who wait as well, until the step's tokens are used up."""
+        prefills: list[PrefillRow] = []
+        for request in [r for r in self.running if r.is_prefilling]:
+            self._admit(prefills, updates, before=request)
+            self._prefill(request, prefills)
+        self._admit(prefills, updates)
+        return prefills
+
+    def _may_emit(self, request: Request) -> bool:
+        """Whether a further round could emit a token that counts: each round in flight emits at least one."""
+        at_least = (len(request.output_token_ids) or 1) + request.pending_rounds  # the first token may be in flight
+        return at_least < request.output_limit
+
+    def _upper(self, request: Request) -> int:
+        """Upper end of the interval that the host knows for kv_len."""
+        return request.kv_len + request.pending_rounds * self.max_path
+
+    def _grow(self, request: Request, updates: list[PageUpdate]) -> bool:
+        """Own pages for a round, of one token at least. False: even these were missing, and it was preempted itself."""
+        upper = self._upper(request)
+        if upper + self.tail <= request.owned_len:
+            return True
+        want = min(self.kv.pages_for(upper + self.tail), self._most_pages(request))
+        need = self.kv.pages_for(min(upper + 1, request.max_len))
+        page_size = self.kv.page_size
+        while not self.kv.can_reserve(request.slot, need * page_size):
+            last = self.running[-1]
+            self._preempt(last)
+            if last is request:
+                return False
+        within_reach = request.owned_len // page_size + self.kv.num_available
+        self._reserve(request, min(want, within_reach) * page_size, updates)
+        return True
+
+    def _decode_row(self, request: Request) -> DecodeRow:
+        upper, is_exact = self._upper(request), request.pending_rounds == 0
+        request.pending += 1
+        request.pending_rounds += 1
+        most = self.max_nodes if request.max_nodes is None else min(request.max_nodes, self.max_nodes)
+        node_limit = max(1, min(most, request.owned_len - upper))
+        return DecodeRow(request.request_id, request.slot, upper, node_limit, request.params, is_exact)
+
+    def _prefill(self, request: Request, prefills: list[PrefillRow]) -> None:
+        """Append the request's next chunk, as far as the step's tokens go."""
+        left = self.chunked_prefill - sum(len(row.token_ids) for row in prefills)
+        start, end = request.kv_len, min(request.prefill_len, request.kv_len + left)
+        if end <= start:
+            return
+        request.kv_len = end
+        request.pending += 1
+        known = request.known_token_ids
+        prefills.append(
+            PrefillRow(
+                request_id=request.request_id,
+                slot=request.slot,
+                prompt_token_ids=request.prompt_token_ids,
+                noise_key=request.noise_key,
+                sampling=request.params,
+                stop_token_ids=tuple(sorted(request.stop_token_ids)),
+                output_token_ids=tuple(request.output_token_ids),
+                token_ids=known[start:end],
+                start=start,
+                next_token=known[end] if end < len(known) else None,
+                is_last=end == request.prefill_len,
+            )
+        )
+
+    # ------------------------------------------------------------------ admission and preemption
+
+    def _admit(self, prefills: list[PrefillRow], updates: list[PageUpdate], before: Request | None = None) -> None:
+        """Start those who wait (and come before another in rank), strictly in their order: nobody is overtaken."""
+        while self.waiting and self._free_slots:
+            request = self.waiting[0]
+            if before is not None and request.rank() > before.rank():
+                return
+            has_tokens = sum(len(row.token_ids) for row in prefills) < self.chunked_prefill
+            if request.pending or not has_tokens or not self._has_room(request):
+                return  # pending: tokens are on their way, which will be known then
+            self._start(self.waiting.pop(0), updates)
+            self._prefill(request, prefills)
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether the text so far and a tree fit, with a page to spare for everyone who runs."""
+        num_tokens = len(request.known_token_ids) + self.tail
+        need = min(self.kv.pages_for(num_tokens), self._most_pages(request)) + len(self.running)
+        if need > self.num_pages:  # no more is to be had
+            return not self.running
+        path = self._cached(request) if need > self.kv.allocator.num_free else []
+        unused = sum(page.num_users == 0 for page in path)
+        return need - len(path) <= self.kv.num_available - unused
+
+    def _start(self, request: Request, updates: list[PageUpdate]) -> None:
+        """Give a request a slot, the cached pages that begin its text, and pages for the rest of its text."""
+        request.slot = self._free_slots.pop()
+        request.prefill_len = request.num_known - bool(request.output_token_ids)
+        path = self._cached(request)
+        request.kv_len = len(path) * self.kv.page_size
+        attached = self.kv.attach(request.slot, path)
+        if attached is not None:
+            updates.append(attached)
+        self._reserve(request, request.prefill_len, updates)
+        if request.started_s == 0:
+            request.started_s = time.perf_counter()
+            request.num_cached_tokens = request.kv_len
+            self.num_prompt_tokens += len(request.prompt_token_ids)
+            self.num_cached_tokens += request.kv_len
+        insort(self.running, request, key=Request.rank)
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's pages. It waits until they can be recomputed; rounds in flight still give their tokens."""
+        self._leave_slot(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, request, key=Request.rank)
 
     # ------------------------------------------------------------------ parts
 
-    def _may_emit(self, request: Request) -> bool:
-        """Whether a further round could emit a token that counts: each step in flight emits at least one."""
-        at_least = len(request.output_token_ids) + request.pending
-        limit = min(request.params.max_tokens, request.max_len - len(request.prompt_token_ids))
-        return at_least < limit
+    def _commit_round(self, request: Request, row: RowResult) -> None:
+        num_accepted = len(row.token_ids) - 1
+        request.kv_len += len(row.token_ids)
+        request.count_round(num_accepted)
+        if request.max_nodes is None:  # a request's own smaller tree says nothing about the engine's
+            if self.chooser is not None:
+                self.chooser.count(row.shape, row.accepted_by_shape)
+            if self.max_nodes > 1 and row.shape == 0:  # the largest tree
+                self.acceptance.count(num_accepted)
+        request.append(row.token_ids, row.logprobs, row.top_logprobs)
 
-    def _decode_row(self, request: Request, updates: list[PageUpdate]) -> DecodeRow:
-        rounds_in_flight = request.pending - (not request.output_token_ids)  # a prefill in flight adds no length
-        upper = request.kv_len + max(0, rounds_in_flight) * self.max_path
-        owned = min(self.kv.pages_for(upper + self.tail), request.promised_pages) * self.kv.page_size
-        self._reserve(request, owned, updates)
-        request.pending += 1
-        return DecodeRow(
-            request_id=request.request_id,
-            slot=request.slot,
-            max_kv_len=upper,
-            node_limit=max(1, min(self.max_nodes, owned - upper)),
-            sampling=request.params,
-            is_exact=rounds_in_flight <= 0,
-        )
+    def _commit_prefill(self, request: Request, row: RowResult) -> None:
+        if row.token_ids:
+            request.prefilled_s = time.perf_counter()
+            request.append(row.token_ids, row.logprobs, row.top_logprobs)
+        if request.slot >= 0:
+            self.kv.publish(request.slot, self._committed(request))
 
-    def _admit(self) -> list[Request]:
-        admitted: list[Request] = []
-        tokens = 0
-        while self.waiting and self._free_slots:
-            request = self.waiting[0]
-            want = self.kv.pages_for(request.max_len + self.tail)
-            # A pool too small for the tail: the tree shrinks, down to N = 1.
-            request.promised_pages = min(want, self.num_pages)
-            tokens += len(request.prompt_token_ids)
-            if self.promised_pages + request.promised_pages > self.num_pages:
-                break
-            if admitted and tokens > self.max_prefill_tokens:
-                break
-            self.waiting.popleft()
-            request.slot = self._free_slots.pop()
-            request.started_s = time.perf_counter()
-            self.promised_pages += request.promised_pages
-            self.running.append(request)
-            admitted.append(request)
-        return admitted
+    def _committed(self, request: Request) -> tuple[int, ...]:
+        """The tokens whose KV is known to be good, and the next one.
 
-    def _prefill_row(self, request: Request, updates: list[PageUpdate]) -> PrefillRow:
-        self._reserve(request, len(request.prompt_token_ids), updates)
-        request.kv_len = len(request.prompt_token_ids)
-        request.pending += 1
-        return PrefillRow(
-            request_id=request.request_id,
-            slot=request.slot,
-            token_ids=request.prompt_token_ids,
-            noise_key=request.noise_key,
-            sampling=request.params,
-            stop_token_ids=tuple(sorted(request.stop_token_ids)),
-        )
+        A prompt's KV is, once its logits were read: a NaN in it would be in them.
+        """
+        is_good = request.output_token_ids and request.error is None
+        return request.known_token_ids[: request.kv_len + 1] if is_good else ()
+
+    def _cached(self, request: Request) -> list[CachedPage]:
+        """Cached pages that begin the text, its last row never included: sampling and drafting begin with its state."""
+        num_rows = request.num_known - bool(request.output_token_ids)
+        return self.kv.find_prefix(request.known_token_ids, (num_rows - 1) // self.kv.page_size)
+
+    def _most_pages(self, request: Request) -> int:
+        """Pages that the request may own at most. A pool too small for its last tree: the tree shrinks."""
+        return min(self.kv.pages_for(request.max_len + self.tail), self.num_pages)
 
     def _reserve(self, request: Request, num_tokens: int, updates: list[PageUpdate]) -> None:
         update = self.kv.reserve(request.slot, num_tokens)
         if update is not None:
             updates.append(update)
+        request.owned_len = self.kv.num_pages(request.slot) * self.kv.page_size
 
-    def _release(self, request: Request) -> None:
-        self.kv.release(request.slot)
-        self.promised_pages -= request.promised_pages
+    def _end(self, request: Request) -> None:
+        """Forget a finished request, wherever it is."""
+        if request.slot >= 0:
+            self._leave_slot(request)
+        else:
+            self.waiting.remove(request)
+        del self.by_id[request.request_id]
+
+    def _leave_slot(self, request: Request) -> None:
+        """Give back slot and pages; full pages of good KV go to the prefix cache."""
+        self.kv.release(request.slot, self._committed(request))
         self._free_slots.append(request.slot)
         self._released_slots.append(request.slot)
         self.running.remove(request)
-        del self.by_id[request.request_id]
+        request.slot = -1
+        request.owned_len = 0
 
     def check_integrity(self) -> None:
         """Raise InvariantError when pages or slots are owned twice, or lost."""
         self.kv.check_integrity()
         slots = [r.slot for r in self.running] + self._free_slots
-        if len(set(slots)) != len(slots):
-            raise InvariantError(f"a slot has two owners: {sorted(slots)}")
-        if self.is_idle and self.kv.allocator.num_free != self.num_pages:
-            num_free = self.kv.allocator.num_free
-            raise InvariantError(f"idle, but only {num_free} of {self.num_pages} pages are free")
-        if self.promised_pages != sum(r.promised_pages for r in self.running):
-            raise InvariantError(f"{self.promised_pages} pages promised, running requests hold another number")
+        if sorted(slots) != list(range(self._num_slots)):
+            raise InvariantError(f"each slot has one owner or is free; got {sorted(slots)}")
+        if len(self.by_id) != len(self.running) + len(self.waiting):
+            raise InvariantError(
+                f"{len(self.by_id)} requests, but {len(self.running)} run and {len(self.waiting)} wait"
+            )
+        if self.is_idle and self.kv.num_available != self.num_pages:
+            num_free = self.kv.num_available
+            raise InvariantError(f"idle, but only {num_free} of {self.num_pages} pages are free or cached")

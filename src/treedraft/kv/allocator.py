@@ -36,6 +36,7 @@ class PageAllocator:
         """Take every page back at once."""
         pages = range(self.num_pages - 1, NUM_RESERVED_PAGES - 1, -1)
         self._free = list(pages)  # a stack: lowest page on top at first
+        self._freed = list(pages)
         self._is_owned = bytearray(self.num_pages)
 
     @property
@@ -71,6 +72,12 @@ class PageAllocator:
                 raise InvariantError(f"page {page} was freed twice")
             self._is_owned[page] = 0
             self._free.append(page)
+            self._freed.append(page)
+
+    def take_freed(self) -> tuple[int, ...]:
+        """Pages freed since the last call: their KV means nothing from the next step on."""
+        freed, self._freed = tuple(self._freed), []
+        return freed
 
     def check_integrity(self, owned: Iterable[int]) -> None:
         """Raise InvariantError unless `owned` and the free pages together are every page, each once."""

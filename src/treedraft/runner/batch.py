@@ -15,14 +15,16 @@ from treedraft.types import DecodeRow, PrefillRow
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """Whole prompts, joined: T tokens of all sequences one after another."""
+    """Chunks of known tokens, joined: T tokens of all sequences one after another."""
 
     slots: Tensor  # [B] int64
     token_ids: Tensor  # [T] int64
+    next_tokens: Tensor  # [T] int64: the token after each; 0 where it is to be sampled
     positions: Tensor  # [T] int64
     write_slots: Tensor  # [T] int64 physical KV slots
     page_table: Tensor  # [B, W] int32
-    last_rows: Tensor  # [B] int64: the row of each sequence's last token
+    last_rows: Tensor  # [B] int64: the row of each chunk's last token
+    sampled: Tensor  # [B'] int64: the sequences whose next token is to be sampled
     sequences: tuple[tuple[int, int], ...]  # (first position, number of tokens), by sequence
     page_size: int
 
@@ -50,23 +52,27 @@ class DecodeBatch:
 
 
 def pack_prefill(rows: tuple[PrefillRow, ...], pages: PageTable, page_size: int, device: torch.device) -> PrefillBatch:
-    """Join the prompts of a step."""
+    """Join the chunks of a step. A chunk's last draft row pairs with the token after the chunk, where it is known."""
     lens = [len(r.token_ids) for r in rows]
-    token_ids = torch.tensor([t for r in rows for t in r.token_ids], dtype=torch.int64, device=device)
-    positions = torch.cat([torch.arange(n) for n in lens]).to(device)
-    slots = torch.tensor([r.slot for r in rows], dtype=torch.int64, device=device)
+    token_ids = [t for r in rows for t in r.token_ids]
+    next_tokens = [t for r in rows for t in (*r.token_ids[1:], 0 if r.next_token is None else r.next_token)]
+    positions = [p for r in rows for p in range(r.start, r.start + len(r.token_ids))]
+    token_ids, next_tokens, positions = to_device([token_ids, next_tokens, positions], torch.int64, device)
+    slots = to_device([r.slot for r in rows], torch.int64, device)
+    sampled = to_device([b for b, r in enumerate(rows) if r.next_token is None], torch.int64, device)
     page_table = pages.rows(slots)
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lens)).to(device)
     write_slots = slots_of(page_table[owner], positions[:, None], page_size)[:, 0]
-    last_rows = (torch.tensor(lens).cumsum(0) - 1).to(device)
     return PrefillBatch(
         slots=slots,
         token_ids=token_ids,
+        next_tokens=next_tokens,
         positions=positions,
         write_slots=write_slots,
         page_table=page_table,
-        last_rows=last_rows,
-        sequences=tuple((0, n) for n in lens),
+        last_rows=(torch.tensor(lens).cumsum(0) - 1).to(device),
+        sampled=sampled,
+        sequences=tuple((r.start, n) for r, n in zip(rows, lens, strict=True)),
         page_size=page_size,
     )
 

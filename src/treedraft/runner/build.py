@@ -19,6 +19,7 @@ from treedraft.kv.buffers import BufferRecord, Buffers
 from treedraft.kv.manager import KVManager
 from treedraft.kv.page_table import PageTable
 from treedraft.kv.pool import LatentPool
+from treedraft.kv.prefix import PrefixCache
 from treedraft.models.config import ModelConfig
 from treedraft.models.deepseek import DeepseekModel
 from treedraft.models.draft.eagle3 import Eagle3Config, Eagle3MlaHead, target_tables
@@ -253,7 +254,8 @@ def build(config: EngineConfig, buffers: Buffers | None = None) -> Built:
         )
     buffers = Buffers(device) if buffers is None else buffers
     runner = assemble(layout, model, head, num_pages, buffers)
-    kv = KVManager(PageAllocator(num_pages), config.page_size, layout.table_width)
+    cache = PrefixCache(config.page_size) if config.prefix_cache else None
+    kv = KVManager(PageAllocator(num_pages), config.page_size, layout.table_width, cache)
     num_usable = kv.allocator.num_allocatable
     note = (
         f"KV: {num_usable} pages of {config.page_size} tokens ({num_usable * bytes_per_page / 2**20:.1f} MiB), "

@@ -32,7 +32,7 @@ class Drafter(Protocol):
         """noise: [B, D, V] float32 for token positions kv_lens + 1 + d, or None when no row samples."""
 
     def prefill(self, batch: PrefillBatch, features: Tensor, next_tokens: Tensor) -> None:
-        """Take a prompt. features: [T, F] of positions 0.., next_tokens: [T] the token after each of them."""
+        """Take chunks of prompts. features: [T, F] of their positions, next_tokens: [T] the token after each."""
 
     def extend(self, batch: DecodeBatch, features: Tensor, accepted: Accepted) -> None:
         """Take a round's accepted path. features: [B, P, F] of the path's nodes, root first."""

@@ -18,7 +18,7 @@ from treedraft.runner.state import DeviceState
 from treedraft.speculative.sampling import SamplingRows
 from treedraft.types import Accepted, DraftTree, ModelOutput, TreeRows
 
-DETERMINISTIC_ROWS = 512  # prompt tokens forwarded at once
+DETERMINISTIC_ROWS = 512  # prefilled tokens forwarded at once
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Target:
     is_deterministic: bool = False  # prompts too go through the kernels of decoding, which are row-invariant
 
     def prefill(self, batch: PrefillBatch) -> ModelOutput:
-        """Forward whole prompts. hidden [T, H], features [T, F]."""
+        """Forward chunks of prompts. hidden [T, H], features [T, F]."""
         if self.is_deterministic:
             return self._prefill_as_decode(batch)
         attend = PagedPrefillAttend(self.pool, batch.sequences, batch.write_slots, batch.page_table, batch.page_size)
@@ -119,28 +119,43 @@ def run_round(
 
 
 def run_prefill(
-    batch: PrefillBatch, rows: SamplingRows, target: Target, drafter: Drafter | None, state: DeviceState
-) -> RoundTensors:
-    """Forward prompts, sample each one's first token, and set up the device state. Host lengths are known here."""
-    operators = state.operators
+    batch: PrefillBatch, rows: SamplingRows | None, target: Target, drafter: Drafter | None, state: DeviceState
+) -> RoundTensors | None:
+    """Forward chunks of known tokens, and sample the first token of the sequences that have none.
+
+    rows: of those sequences, `batch.sampled`; None when there are none. Every chunk leaves the device state as if the
+    sequence ended there, so that after its last one rounds may follow.
+    """
     output = target.prefill(batch)
-    hidden = output.hidden[batch.last_rows][:, None]
-    last = batch.positions[batch.last_rows]
+    state.kv_lens[batch.slots] = batch.positions[batch.last_rows] + 1
+    state.roots[batch.slots] = batch.next_tokens[batch.last_rows]
+    result, next_tokens = None, batch.next_tokens
+    if rows is not None:
+        result = first_tokens(batch, rows, output, target, state)
+        next_tokens = next_tokens.clone()
+        next_tokens[batch.last_rows[batch.sampled]] = result.sampled[:, 0]
+    if drafter is not None:
+        drafter.prefill(batch, output.features, next_tokens)
+    return result
+
+
+def first_tokens(
+    batch: PrefillBatch, rows: SamplingRows, output: ModelOutput, target: Target, state: DeviceState
+) -> RoundTensors:
+    """Sample behind the last rows of `batch.sampled`, each a tree of one node, and make the tokens roots."""
+    operators, last_rows = state.operators, batch.last_rows[batch.sampled]
+    hidden, last = output.hidden[last_rows][:, None], batch.positions[last_rows]
     noise = None
     if "noise" in rows.stages:
         noise = operators.noise(rows.noise_key, last[:, None] + 1, target.model.config.vocab_size)
-    tree = _one_node(batch.token_ids[batch.last_rows])
+    tree = _one_node(batch.token_ids[last_rows])
     paths = paths_of(tree, rows, 0, operators)
     sampled, node_has_nan = sample_nodes(target, hidden, rows, paths, tree.depths, last, noise, operators)
     accepted, has_nan = operators.walk(tree, sampled, 1, node_has_nan)
-    first = accepted.token_ids[:, 0]
     fits = torch.zeros_like(state.overflow)
     counts = state.output_counts if "penalties" in rows.stages else None
-    operators.advance(batch.slots, last, first, accepted, fits, state.kv_lens, state.roots, counts)
-    if drafter is not None:
-        next_tokens = batch.token_ids.roll(-1)
-        next_tokens[batch.last_rows] = first
-        drafter.prefill(batch, output.features, next_tokens)
+    slots, first = batch.slots[batch.sampled], accepted.token_ids[:, 0]
+    operators.advance(slots, last, first, accepted, fits, state.kv_lens, state.roots, counts)
     return RoundTensors(tree, sampled, accepted, has_nan, hidden, fits)
 
 

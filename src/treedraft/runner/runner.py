@@ -52,10 +52,20 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Unsampled:
+    """Chunks of known tokens: the token after them is known too."""
+
+    request_ids: tuple[int, ...]
+
+
+Part = HostCopy | Refused | Unsampled
+
+
+@dataclass(frozen=True)
 class Ticket:
     """A launched step."""
 
-    parts: tuple[HostCopy | Refused, ...]
+    parts: tuple[Part, ...]
 
 
 class Runner:
@@ -87,11 +97,11 @@ class Runner:
         for slot in plan.released_slots:
             self.pages.clear(slot)
         self.pages.apply(plan.page_updates)
-        parts: list[HostCopy | Refused] = []
+        parts: list[Part] = []
         if plan.decodes:
             parts.append(self._refuse(plan.decodes) or self._launch_round(plan.decodes, plan.shape))
         if plan.prefills:
-            parts.append(self._launch_prefill(plan.prefills))
+            parts += self._launch_prefill(plan.prefills)
         return Ticket(tuple(parts))
 
     def collect(self, ticket: Ticket) -> StepResult:
@@ -117,13 +127,17 @@ class Runner:
             return Refused(tuple(r.request_id for r in rows), str(error))
         return None
 
-    def _launch_prefill(self, rows: tuple[PrefillRow, ...]) -> HostCopy:
+    def _launch_prefill(self, rows: tuple[PrefillRow, ...]) -> list[Part]:
         for row in rows:
-            self.state.install(row)
+            if row.is_last:
+                self.state.install(row)
         batch = pack_prefill(rows, self.pages, self.page_size, self.device)
-        sampling = self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows))
+        sampled = tuple(r for r in rows if r.next_token is None)
+        slots, params = batch.slots[batch.sampled], tuple(r.sampling for r in sampled)
+        sampling = self.state.sampling_rows(slots, params) if sampled else None
         result = run_prefill(batch, sampling, self.target, self.drafter, self.state)
-        return self._copy_out(rows, result, is_round=False)
+        parts: list[Part] = [Unsampled(tuple(r.request_id for r in rows if r.next_token is not None))]
+        return parts if result is None else [*parts, self._copy_out(sampled, result, is_round=False)]
 
     def at_shape(self, shape: int) -> ShapedRound:
         """The round of a shape: its drafter, levels and record."""
@@ -208,8 +222,10 @@ def path_logprobs(result: RoundTensors, num_top: int, model: DeepseekModel) -> T
     return torch.cat(parts)
 
 
-def _read(part: HostCopy | Refused) -> tuple[list[RowResult], str | None]:
+def _read(part: Part) -> tuple[list[RowResult], str | None]:
     """A part's rows, and why they are void if they are."""
+    if isinstance(part, Unsampled):
+        return [RowResult(i, False, (), False, None, None) for i in part.request_ids], None
     if isinstance(part, Refused):
         return [RowResult(i, True, (), False, None, None) for i in part.request_ids], part.reason
     if part.copied is not None:

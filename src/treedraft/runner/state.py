@@ -66,7 +66,7 @@ class DeviceState:
         self.logit_bias = zeros("logit_bias", torch.float32, vocab_size=vocab_size)
 
     def install(self, row: PrefillRow) -> None:
-        """Fill a slot for a new sequence."""
+        """Fill a slot for a sequence, before it first samples there."""
         slot, params = row.slot, row.sampling
         if len(row.stop_token_ids) > MAX_STOP_IDS and params.min_tokens:
             raise InvariantError(
@@ -81,15 +81,16 @@ class DeviceState:
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
         self.noise_key[slot] = row.noise_key
-        self.prompt_lens[slot] = len(row.token_ids)
+        self.prompt_lens[slot] = len(row.prompt_token_ids)
         self.min_tokens[slot] = params.min_tokens
         stop_ids = (list(row.stop_token_ids) + [-1] * MAX_STOP_IDS)[:MAX_STOP_IDS]
         self.stop_ids[slot] = torch.tensor(stop_ids, device=self.device)
         stages = stages_of((params,))
         if "penalties" in stages:
             self.prompt_seen[slot] = False
-            self.prompt_seen[slot, torch.tensor(row.token_ids, device=self.device)] = True
-            self.output_counts[slot] = 0
+            self.prompt_seen[slot, torch.tensor(row.prompt_token_ids, device=self.device)] = True
+            output = torch.tensor(row.output_token_ids, dtype=torch.int64, device=self.device)
+            self.output_counts[slot] = torch.bincount(output, minlength=self.output_counts.shape[1])
         if "bias" in stages:
             self.logit_bias[slot] = 0
             ids = torch.tensor(list(params.logit_bias), device=self.device)
