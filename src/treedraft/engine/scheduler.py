@@ -119,9 +119,10 @@ class Scheduler:
                 if row.is_round:
                     request.kv_len += len(row.token_ids)
                     request.count_round(len(row.token_ids) - 1)
-                    if self.chooser is not None:
+                    has_own_tree = request.params.num_draft_tokens is not None  # says nothing about the engine's
+                    if self.chooser is not None and not has_own_tree:
                         self.chooser.count(row.shape, row.accepted_by_shape)
-                    if self.max_nodes > 1 and row.shape == 0:  # the largest tree
+                    if self.max_nodes > 1 and row.shape == 0 and not has_own_tree:  # the largest tree
                         self.acceptance.count(len(row.token_ids) - 1)
                 else:
                     request.prefilled_s = time.perf_counter()
@@ -149,7 +150,7 @@ class Scheduler:
             request_id=request.request_id,
             slot=request.slot,
             max_kv_len=upper,
-            node_limit=max(1, min(self.max_nodes, owned - upper)),
+            node_limit=max(1, min(self.max_nodes, request.params.num_draft_tokens or self.max_nodes, owned - upper)),
             sampling=request.params,
             is_exact=rounds_in_flight <= 0,
         )
