@@ -169,10 +169,10 @@ def test_unknown_paths_methods_and_models_have_openai_errors(live: Live) -> None
 SCALARS: list[Any] = [None, True, False, 0, 1, -1, 2, 7, 0.5, 1e-300, 1e300, -1e-9, 2**31, 2**63, 2**64, 10**400]
 SCALARS += ["", "a", "\ud800", "\0", "é🌍", "x" * 3000, "<|endoftext|>", "auto", "none"]
 FIELDS: list[str] = (
-    "prompt messages text input_ids sampling_params model max_tokens max_completion_tokens temperature top_p top_k min_p "
-    "n stop stop_token_ids seed presence_penalty frequency_penalty repetition_penalty logit_bias ignore_eos min_tokens "
-    "stream stream_options speculative logprobs top_logprobs echo tools response_format user skip_special_tokens tokens "
-    "return_logprob top_logprobs_num request_id rid"
+    "prompt messages text input_ids sampling_params model max_tokens max_completion_tokens temperature "
+    "top_p top_k min_p n stop stop_token_ids seed presence_penalty frequency_penalty repetition_penalty "
+    "logit_bias ignore_eos min_tokens stream stream_options speculative logprobs top_logprobs echo tools "
+    "response_format user skip_special_tokens tokens return_logprob top_logprobs_num request_id rid"
 ).split()
 EXTREMES: dict[str, list[Any]] = {  # what is just about taken
     "temperature": [0, 0.001, 1, 100],
