@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": BELOW_LLM | {"llm", "debug"},
     "demo": BELOW_LLM | {"llm", "debug", "bench"},
     "train": BELOW_LLM,
-    "server": BELOW_LLM | {"llm"},
+    "server": BELOW_LLM | {"llm", "__init__"},
     "cli": BELOW_LLM | {"llm", "debug", "bench", "server", "train", "demo", "__init__", "_patcher"},
     "__main__": {"cli"},
     "__init__": set(),  # names, resolved when first used

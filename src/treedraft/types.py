@@ -38,6 +38,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0  # end-of-sequence and stop ids are masked until then
     logprobs: int | None = None  # None: none; k: the token's own and the k best of the raw distribution
+    num_draft_tokens: int | None = None  # nodes of each round's tree, at most the engine's; 1: no speculation
 
     def __post_init__(self) -> None:
         try:
@@ -80,6 +81,11 @@ class SamplingParams:
             self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20),
             "logprobs must be in 0..20",
             self.logprobs,
+        )
+        _require(
+            self.num_draft_tokens is None or (_is_int(self.num_draft_tokens) and self.num_draft_tokens >= 1),
+            "num_draft_tokens must be at least 1, or None for the engine's",
+            self.num_draft_tokens,
         )
 
 

@@ -41,9 +41,9 @@ class Trace:
         prompt = random_prompt(rng, self.texts)
         self.texts.append(text_of(prompt))
         fields = {"priority": rng.choice([0, 0, 0, 1, 2])}
-        if rng.random() < 0.2:
-            fields["max_nodes"] = rng.choice([1, 1, 3])
         request = make_request(len(self.requests), prompt, rng.randrange(1, 40), **fields)
+        if rng.random() < 0.2:
+            request.params = replace(request.params, num_draft_tokens=rng.choice([1, 1, 3]))
         try:
             self.scheduler.check_fits(request)
         except RequestError:

@@ -95,8 +95,8 @@ def test_random_trace_every_text_and_draft_row_equals_a_solo_run(
     for _ in range(90):
         if len(scheduler.by_id) < 6 and len(requests) < 24 and rng.random() < 0.5:
             prompt = random_prompt(rng, texts)
-            fields = {"priority": rng.choice([0, 0, 1]), "max_nodes": rng.choice([None, None, 1, 3])}
-            requests.append(set_requests(llm, prompt, rng.choice(SAMPLINGS), **fields))
+            params = replace(rng.choice(SAMPLINGS), num_draft_tokens=rng.choice([None, None, 1, 3]))
+            requests.append(set_requests(llm, prompt, params, priority=rng.choice([0, 0, 1])))
         if rng.random() < 0.04 and scheduler.by_id:
             scheduler.abort(rng.choice(list(scheduler.by_id)))
         for request in llm.engine.step():

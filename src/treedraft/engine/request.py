@@ -28,7 +28,6 @@ class Request:
     text: TextStream
     priority: int = 0  # the lower, the more urgent
     deadline_s: float = math.inf  # by time.perf_counter: then the request ends, finished or not
-    max_nodes: int | None = None  # nodes of its trees, root included, where fewer than the engine's; 1: no speculation
     arrival: int = 0
     slot: int = -1
     owned_len: int = 0  # positions that its pages cover

@@ -200,7 +200,7 @@ class Scheduler:
         upper, is_exact = self._upper(request), request.pending_rounds == 0
         request.pending += 1
         request.pending_rounds += 1
-        most = self.max_nodes if request.max_nodes is None else min(request.max_nodes, self.max_nodes)
+        most = min(request.params.num_draft_tokens or self.max_nodes, self.max_nodes)
         node_limit = max(1, min(most, request.owned_len - upper))
         return DecodeRow(request.request_id, request.slot, upper, node_limit, request.params, is_exact)
 
@@ -283,7 +283,7 @@ class Scheduler:
         num_accepted = len(row.token_ids) - 1
         request.kv_len += len(row.token_ids)
         request.count_round(num_accepted)
-        if request.max_nodes is None:  # a request's own smaller tree says nothing about the engine's
+        if request.params.num_draft_tokens is None:  # a request's own tree says nothing about the engine's
             if self.chooser is not None:
                 self.chooser.count(row.shape, row.accepted_by_shape)
             if self.max_nodes > 1 and row.shape == 0:  # the largest tree

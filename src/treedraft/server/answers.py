@@ -1,0 +1,279 @@
+"""Increments in, JSON out: one class for each form of answer, each filled increment by increment."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from treedraft.engine.request import Request, metrics_of
+from treedraft.server.async_engine import Generation, Increment
+from treedraft.server.tokens import TokenTexts
+
+
+@dataclass
+class Part:
+    """One choice so far."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_token_chars: int = 0  # of the texts of its tokens, for text_offset
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, increment: Increment) -> None:
+        self.texts.append(increment.text)
+        self.token_ids += increment.token_ids
+        self.logprobs += increment.logprobs
+        self.top_logprobs += increment.top_logprobs
+        self.finish_reason = increment.finish_reason
+
+
+class Answer(Protocol):
+    """A form of answer. `add` is called with each increment, before `chunk` of it."""
+
+    request_id: str
+
+    def add(self, increment: Increment) -> None: ...
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """What a stream begins with."""
+
+    def chunk(self, increment: Increment) -> dict[str, Any]:
+        """What a stream sends for one increment."""
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """What a stream ends with."""
+
+    def whole(self) -> Any:
+        """The answer that is no stream."""
+
+
+class _Base:
+    def __init__(self, request_id: str, generation: Generation, tokens: TokenTexts):
+        self.request_id = request_id
+        self.requests = generation.requests
+        self.tokens = tokens
+        self.parts = [Part() for _ in generation.requests]
+
+    def add(self, increment: Increment) -> None:
+        self.parts[increment.index].add(increment)
+
+
+class _OpenAI(_Base):
+    """What chats and completions have in common."""
+
+    object_name: str
+    chunk_name: str
+
+    def __init__(
+        self, request_id: str, generation: Generation, tokens: TokenTexts, model: str, include_usage: bool = False
+    ):
+        super().__init__(request_id, generation, tokens)
+        self.model = model
+        self.include_usage = include_usage
+        self.created = int(time.time())
+
+    def _envelope(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.request_id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        usage = {"usage": None} if self.include_usage else {}
+        return self._envelope(self.chunk_name, choices) | usage
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        return []
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        if not self.include_usage:
+            return []
+        return [self._envelope(self.chunk_name, []) | self._figures()]
+
+    def _figures(self) -> dict[str, Any]:
+        return {"usage": usage_of(self.requests), "metrics": speculation_of(self.requests)}
+
+
+class ChatAnswer(_OpenAI):
+    object_name, chunk_name = "chat.completion", "chat.completion.chunk"
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for i in range(len(self.parts))
+        ]
+
+    def chunk(self, increment: Increment) -> dict[str, Any]:
+        delta = {"content": increment.text} if increment.text else {}
+        return self._chunk(
+            [
+                {
+                    "index": increment.index,
+                    "delta": delta,
+                    "logprobs": self._logprobs(increment),
+                    "finish_reason": increment.finish_reason,
+                }
+            ]
+        )
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": part.text, "refusal": None},
+                "logprobs": self._logprobs(part),
+                "finish_reason": part.finish_reason,
+            }
+            for i, part in enumerate(self.parts)
+        ]
+        return self._envelope(self.object_name, choices) | self._figures()
+
+    def _logprobs(self, of: Part | Increment) -> dict[str, Any] | None:
+        if self.requests[0].params.logprobs is None:
+            return None
+        entries = [
+            self._entry(token_id, logprob) | {"top_logprobs": [self._entry(*pair) for pair in _ranked(top)]}
+            for token_id, logprob, top in zip(of.token_ids, of.logprobs, of.top_logprobs, strict=True)
+        ]
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self.tokens.text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": self.tokens.bytes(token_id),
+        }
+
+
+class CompletionAnswer(_OpenAI):
+    object_name = chunk_name = "text_completion"
+
+    def __init__(self, *args: Any, echoes: list[str] | None = None, **options: Any):
+        """echoes: for each choice the text of its prompt, which comes first."""
+        super().__init__(*args, **options)
+        self.echoes = echoes
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        echoes = self.echoes or []
+        return [self._chunk([self._choice(i, text, None, None)]) for i, text in enumerate(echoes)]
+
+    def chunk(self, increment: Increment) -> dict[str, Any]:
+        logprobs = self._logprobs(increment, self.parts[increment.index])
+        return self._chunk([self._choice(increment.index, increment.text, logprobs, increment.finish_reason)])
+
+    def whole(self) -> dict[str, Any]:
+        choices = []
+        for i, part in enumerate(self.parts):
+            text = (self.echoes[i] if self.echoes else "") + part.text
+            choices.append(self._choice(i, text, self._logprobs(part, part), part.finish_reason))
+        return self._envelope(self.object_name, choices) | self._figures()
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, of: Part | Increment, part: Part) -> dict[str, Any] | None:
+        if self.requests[0].params.logprobs is None:
+            return None
+        texts = [self.tokens.text(t) for t in of.token_ids]
+        offsets = []
+        for text in texts:
+            offsets.append(part.num_token_chars)
+            part.num_token_chars += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(x) for x in of.logprobs],
+            "top_logprobs": [{self.tokens.text(t): _finite(x) for t, x in _ranked(top)} for top in of.top_logprobs],
+            "text_offset": offsets,
+        }
+
+
+class GenerateAnswer(_Base):
+    """SGLang's form: a stream repeats the whole text so far."""
+
+    def __init__(self, request_id: str, generation: Generation, tokens: TokenTexts, is_list: bool):
+        super().__init__(request_id, generation, tokens)
+        self.is_list = is_list
+        self.arrived_s = generation.arrived_s
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        return []
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        return []
+
+    def chunk(self, increment: Increment) -> dict[str, Any]:
+        return self._one(increment.index)
+
+    def whole(self) -> Any:
+        every = [self._one(i) for i in range(len(self.parts))]
+        return every if self.is_list else every[0]
+
+    def _one(self, index: int) -> dict[str, Any]:
+        request, part = self.requests[index], self.parts[index]
+        reason = part.finish_reason
+        about: dict[str, Any] = {
+            "id": self.request_id,
+            "finish_reason": None if reason is None else {"type": reason},
+            "prompt_tokens": len(request.prompt_token_ids),
+            "completion_tokens": len(part.token_ids),
+            "cached_tokens": num_cached(request),
+            "spec_verify_ct": request.num_rounds,
+            "e2e_latency": time.perf_counter() - self.arrived_s,
+        }
+        if request.params.logprobs is not None:
+            pairs = zip(part.logprobs, part.token_ids, strict=True)
+            about["output_token_logprobs"] = [[_finite(x), t, self.tokens.text(t)] for x, t in pairs]
+            about["output_top_logprobs"] = [
+                [[_finite(x), t, self.tokens.text(t)] for t, x in _ranked(top)] for top in part.top_logprobs
+            ]
+        return {"index": index, "text": part.text, "output_ids": part.token_ids, "meta_info": about}
+
+
+def usage_of(requests: tuple[Request, ...]) -> dict[str, Any]:
+    """OpenAI's usage. A prompt counts once, whatever the number of its choices."""
+    prompt = sum(len(r.prompt_token_ids) for r in requests if r.choice_index == 0)
+    completion = sum(len(r.output_token_ids) for r in requests)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(num_cached(r) for r in requests if r.choice_index == 0)},
+    }
+
+
+def num_cached(request: Request) -> int:
+    """Prompt tokens whose KV was there already; there is no prefix cache yet."""
+    return 0
+
+
+def speculation_of(requests: tuple[Request, ...]) -> dict[str, Any]:
+    """Extension: how finished requests were speculated; accept_length counts the bonus token, null without a round."""
+    metrics = metrics_of(list(requests))
+    accept_length = metrics.accept_length
+    return {
+        "rounds": metrics.num_rounds,
+        "accept_length": None if math.isnan(accept_length) else accept_length,
+        "accepted_per_depth": list(metrics.accepted_per_depth),
+    }
+
+
+def _ranked(top: dict[int, float]) -> list[tuple[int, float]]:
+    return sorted(top.items(), key=lambda pair: -pair[1])
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity: OpenAI writes -9999.0 for a token of probability 0."""
+    return logprob if math.isfinite(logprob) else -9999.0

@@ -1,0 +1,254 @@
+"""The engine in a thread of its own: the event loop hands it requests, and gets increments back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from treedraft.engine.request import Request
+from treedraft.errors import TreedraftError
+from treedraft.server.metrics import Metrics
+from treedraft.server.tokens import num_held_back
+
+if TYPE_CHECKING:
+    from treedraft.llm import LLM
+
+logger = logging.getLogger(__name__)
+
+
+class QueueFull(TreedraftError):
+    """As many requests wait as may wait; try again later (HTTP 429)."""
+
+
+class Unavailable(TreedraftError):
+    """The server is ending, or its engine is dead (HTTP 503)."""
+
+
+@dataclass(frozen=True)
+class Increment:
+    """What one step added to one choice. Texts of all increments, joined, are the choice's text."""
+
+    index: int  # of the choice among the generation's requests
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of each token; empty unless asked for
+    top_logprobs: tuple[dict[int, float], ...]
+    finish_reason: str | None  # not None: the choice's last increment
+    error: str | None = None
+
+
+class Generation:
+    """The requests of one HTTP body, on the event loop's side."""
+
+    def __init__(self, requests: Sequence[Request]):
+        self.requests = tuple(requests)
+        self.arrived_s = time.perf_counter()
+        self._increments: asyncio.Queue[Increment] = asyncio.Queue()
+        self._num_open = len(requests)
+
+    def put(self, increment: Increment) -> None:
+        self._increments.put_nowait(increment)
+
+    async def increments(self, timeout_s: float | None = None) -> AsyncIterator[Increment]:
+        """Yield each choice's increments, in the order in which they were made, until all choices are finished.
+
+        Raises TimeoutError when they are not, timeout_s after arrival.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = None if timeout_s is None else loop.time() + self.arrived_s + timeout_s - time.perf_counter()
+        while self._num_open:
+            async with asyncio.timeout_at(deadline_s):
+                increment = await self._increments.get()
+            self._num_open -= increment.finish_reason is not None
+            yield increment
+
+
+@dataclass
+class _Live:
+    """One unfinished request, and what of it was handed out."""
+
+    request: Request
+    index: int
+    generation: Generation
+    num_tokens: int = 0
+    num_chars: int = 0
+    last_s: float | None = None  # when its latest tokens came
+
+
+class AsyncEngine:
+    """Runs an LLM's engine in a thread. Every method but `_work` and what it calls belongs to the event loop.
+
+    An exception in the thread is a bug: it ends every request with an error, and `error` is set for good.
+    """
+
+    def __init__(self, llm: LLM, metrics: Metrics, max_waiting: int = 256):
+        """max_waiting: choices that may wait beside those that run."""
+        self.llm = llm
+        self.metrics = metrics
+        self.max_unfinished = llm.config.max_batch + max_waiting
+        self.error: str | None = None
+        self.is_draining = False  # what is here is finished, nothing new is taken
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._live: dict[int, _Live] = {}  # by request id; popping an entry is the right to end its request
+        self._outbox: list[tuple[Generation, Increment]] = []
+        self._thread: Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        metrics.watch(llm.engine, self)
+
+    # ------------------------------------------------------------------ the event loop's side
+
+    def start(self) -> None:
+        """Start the thread; increments come to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = Thread(target=self._work, name="treedraft-engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self, timeout_s: float = 30) -> None:
+        """End the thread after its present step; requests that are not finished end with an error."""
+        self.is_draining = True
+        self._commands.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, timeout_s)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Choices that wait or run."""
+        return len(self._live)
+
+    def check_open(self) -> None:
+        """Raise Unavailable when nothing new is taken."""
+        if self.error is not None:
+            raise Unavailable(f"the engine is dead: {self.error}")
+        if self.is_draining:
+            raise Unavailable("the server is ending and takes no new requests")
+
+    def submit(self, requests: Sequence[Request]) -> Generation:
+        """Queue requests that were checked. Raises QueueFull or Unavailable, and then nothing was queued."""
+        self.check_open()
+        if self.num_unfinished + len(requests) > self.max_unfinished:
+            raise QueueFull(
+                f"{self.num_unfinished} of at most {self.max_unfinished} choices are unfinished; "
+                f"there is no room for {len(requests)} more: try again later"
+            )
+        generation = Generation(requests)
+        lives = [_Live(request, index, generation) for index, request in enumerate(requests)]
+        self._live.update({live.request.request_id: live for live in lives})
+        self._commands.put(partial(self._add, lives))
+        if self.error is not None:  # it died meanwhile, perhaps before it could see these
+            self._end_all(self.error)
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """End what is unfinished of a generation; its increments so far stay readable. Finished ones are ignored."""
+        if any(r.request_id in self._live for r in generation.requests):
+            self._commands.put(partial(self._abort, generation.requests))
+
+    # ------------------------------------------------------------------ the thread's side
+
+    def _work(self) -> None:
+        reason = "the server ended"
+        try:
+            self._use_device()
+            while self._obey():
+                for request in self.llm.engine.step():
+                    self._deliver(request)
+                self._flush()
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.exception("the engine's thread died; every request ends with an error")
+        self.error = reason
+        self._end_all(reason)
+
+    def _use_device(self) -> None:
+        """The current GPU is a property of the thread."""
+        if self.llm.config.device.startswith("cuda:"):
+            import torch
+
+            torch.cuda.set_device(self.llm.config.device)
+
+    def _obey(self) -> bool:
+        """Carry out the event loop's commands; waits for one while nothing is to be done. False: end."""
+        while True:
+            try:
+                command = self._commands.get(block=self.llm.engine.is_idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            self._flush()
+
+    def _add(self, lives: Sequence[_Live]) -> None:
+        for live in lives:
+            self.llm.engine.scheduler.add(live.request)
+            self.metrics.arrived(live.request)
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.request_id in self._live and not request.is_finished:
+                self.llm.engine.scheduler.abort(request.request_id)
+                self._deliver(request)
+
+    def _deliver(self, request: Request) -> None:
+        """Put what is new of a request into the outbox."""
+        live = self._live.get(request.request_id)
+        if live is None:
+            return
+        if request.is_finished:
+            del self._live[request.request_id]
+        increment = _increment(live)
+        now = time.perf_counter()
+        self.metrics.delivered(request, len(increment.token_ids), live.last_s, now, live.generation.arrived_s)
+        live.num_tokens += len(increment.token_ids)
+        live.num_chars += len(increment.text)
+        live.last_s = now if increment.token_ids else live.last_s
+        self._outbox.append((live.generation, increment))
+
+    def _flush(self) -> None:
+        """Hand the outbox to the event loop, which is woken once a step."""
+        if not self._outbox:
+            return
+        outbox, self._outbox = self._outbox, []
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_put_all, outbox)
+        except RuntimeError:  # the loop is closed: nobody listens
+            pass
+
+    def _end_all(self, error: str) -> None:
+        """End every request with an error. Both sides may call this; who pops an entry ends it."""
+        ended = []
+        for request_id in list(self._live):
+            live = self._live.pop(request_id, None)
+            if live is not None:
+                message = f"the engine stopped: {error}"
+                ended.append((live.generation, Increment(live.index, "", (), (), (), "error", message)))
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_put_all, ended)
+
+
+def _increment(live: _Live) -> Increment:
+    request, start = live.request, live.num_tokens
+    text = request.text.text
+    end = len(text) if request.is_finished else len(text) - num_held_back(text, request.params.stop)
+    return Increment(
+        index=live.index,
+        text=text[live.num_chars : end],
+        token_ids=tuple(request.output_token_ids[start:]),
+        logprobs=tuple(request.logprobs[start:]),
+        top_logprobs=tuple(request.top_logprobs[start:]),
+        finish_reason=request.finish_reason,
+        error=request.error,
+    )
+
+
+def _put_all(outbox: Sequence[tuple[Generation, Increment]]) -> None:
+    for generation, increment in outbox:
+        generation.put(increment)

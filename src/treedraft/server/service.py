@@ -1,0 +1,152 @@
+"""What routes are made of: bodies become requests, increments become answers."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from treedraft.engine.request import Request as EngineRequest
+from treedraft.errors import RequestError
+from treedraft.server.answers import Answer
+from treedraft.server.async_engine import AsyncEngine, Generation
+from treedraft.server.guards import error_body, error_response
+from treedraft.server.sse import DONE, ClientGone, EventStream, event, while_connected
+from treedraft.server.tokens import TokenTexts
+from treedraft.types import SamplingParams
+
+if TYPE_CHECKING:
+    from treedraft.llm import LLM
+
+_T = TypeVar("_T")
+
+CLIENT_GONE = 499  # nobody reads it; logs of other servers call it so
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a user may choose about the server itself."""
+
+    model_name: str = "demo"  # the name that clients give and get
+    api_key: str | None = None  # None: everyone is let in
+    max_body_bytes: int = 4 * 2**20  # larger bodies get 413
+    request_timeout_s: float = 600.0  # from arrival to the end; then the request is aborted
+
+
+class ModelNotFound(Exception):
+    """The body names another model."""
+
+
+class Service:
+    """What routes need: requests made from bodies, and answers made from increments."""
+
+    def __init__(self, llm: LLM, engine: AsyncEngine, settings: ServerSettings):
+        self.llm = llm
+        self.engine = engine
+        self.settings = settings
+        self.tokens = TokenTexts(llm.tokenizer)
+        self.generations: dict[str, Generation] = {}  # being answered, by the id that clients know
+        # One thread: long prompts do not stop the event loop, and request numbers are given out one by one.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="treedraft-encoder")
+
+    async def in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Run tokenizer work beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.settings.model_name:
+            raise ModelNotFound(f"this server has the model {self.settings.model_name!r}, not {name!r}")
+
+    def make_requests(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams
+    ) -> tuple[list[EngineRequest], list[list[int]]]:
+        """Return the checked requests of every choice, and each prompt's token ids. Raises RequestError."""
+        requests, every = [], []
+        for prompt in prompts:
+            token_ids = self.llm.encode(prompt) if isinstance(prompt, str) else prompt
+            seed = params.seed if params.seed is not None else secrets.randbits(63)  # fresh for each request
+            requests += self.llm._requests(token_ids, replace(params, seed=seed))
+            every.append(token_ids)
+        return requests, every
+
+    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation. Raises RequestError."""
+        if not getattr(self.llm.tokenizer, "chat_template", None):
+            raise RequestError("this checkpoint has no chat template; use /v1/completions with a prompt of your own")
+        return self.llm._encode_chat(messages)
+
+    # ------------------------------------------------------------------ answering
+
+    def new_id(self, request: Request, prefix: str) -> str:
+        """The client's X-Request-Id where it is one, not in use; else a new one."""
+        given = request.headers.get("x-request-id", "")
+        is_usable = 0 < len(given) <= 64 and given.isascii() and given.isprintable() and given not in self.generations
+        return given if is_usable else f"{prefix}-{uuid.uuid4().hex}"
+
+    async def respond(
+        self,
+        request: Request,
+        request_id: str,
+        requests: list[EngineRequest],
+        make: Callable[[str, Generation], Answer],
+        is_stream: bool,
+    ) -> Response:
+        """Submit, and answer as a stream or at once. The requests end when the client goes or the time is over."""
+        generation = self.engine.submit(requests)
+        self.generations[request_id] = generation
+        answer = make(request_id, generation)
+        if is_stream:
+            return EventStream(self._events(generation, answer), lambda: self._end(request_id, generation))
+        try:
+            return await while_connected(request.receive, self._whole(generation, answer))
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+        finally:
+            self._end(request_id, generation)
+
+    def _end(self, request_id: str, generation: Generation) -> None:
+        self.engine.abort(generation)
+        self.generations.pop(request_id, None)
+
+    async def _whole(self, generation: Generation, answer: Answer) -> Response:
+        try:
+            async for increment in generation.increments(self.settings.request_timeout_s):
+                if increment.finish_reason == "error":
+                    return error_response(500, increment.error or "unknown", "server_error")
+                answer.add(increment)
+        except TimeoutError:
+            return error_response(504, self._timeout_message, "timeout_error")
+        return JSONResponse(answer.whole())
+
+    async def _events(self, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
+        """Chunks, then DONE; an error is an event of its own, since the status was sent long ago."""
+        for chunk in answer.first_chunks():
+            yield event(chunk)
+        try:
+            async for increment in generation.increments(self.settings.request_timeout_s):
+                if increment.finish_reason == "error":
+                    yield event(error_body(increment.error or "unknown", "server_error"))
+                    break
+                answer.add(increment)
+                if increment.text or increment.logprobs or increment.finish_reason:
+                    yield event(answer.chunk(increment))
+            else:
+                for chunk in answer.last_chunks():
+                    yield event(chunk)
+        except TimeoutError:
+            yield event(error_body(self._timeout_message, "timeout_error"))
+        yield DONE
+
+    @property
+    def _timeout_message(self) -> str:
+        return f"not finished within {self.settings.request_timeout_s:g} s, and aborted"
+
+    def close(self) -> None:
+        self._encoder.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,229 @@
+"""What a server does beside answering: limits, disconnects, a dead engine, and its own end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from live_server import Live, live_server
+from treedraft import LLM
+
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def small(served_llm: LLM) -> Iterator[Live]:
+    """Little room for waiting, small bodies, a key."""
+    with live_server(served_llm, max_waiting=2, api_key="secret", max_body_bytes=1000) as server:
+        yield server
+
+
+KEY = {"authorization": "Bearer secret"}
+
+
+def start_streams(live: Live, pool: ThreadPoolExecutor, count: int, headers: Any = None) -> list[Any]:
+    """Start `count` streams that stay open until their connection is closed; returns their (client, response)."""
+
+    def start() -> Any:
+        client = httpx.Client(base_url=live.url, timeout=30)
+        request = client.build_request("POST", "/v1/completions", json={**LONG, "stream": True}, headers=headers)
+        return client, client.send(request, stream=True)
+
+    return [f.result() for f in [pool.submit(start) for _ in range(count)]]
+
+
+# ------------------------------------------------------------------ limits
+
+
+def test_key_is_needed_but_for_probes(small: Live) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer é"}):
+        answer = small.http.get("/v1/models", headers={k: v.encode() for k, v in headers.items()})
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    assert small.http.get("/health").status_code == small.http.get("/ready").status_code == 200
+    assert small.openai.models.list().data[0].id == "demo"
+
+
+def test_large_body_gets_413_announced_or_not(small: Live) -> None:
+    body = json.dumps({"prompt": "a" * 2000}).encode()
+    headers = {**KEY, "content-type": "application/json"}
+    assert small.http.post("/v1/completions", content=body, headers=headers).status_code == 413
+    parts = iter([body[:600], body[600:]])  # chunked: no length is announced
+    assert small.http.post("/v1/completions", content=parts, headers=headers).status_code == 413
+
+
+def test_full_queue_gets_429_with_retry_after_and_empties(small: Live) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        streams = start_streams(small, pool, 6, KEY)
+        answer = small.http.post("/v1/completions", json={"prompt": "a"}, headers=KEY)
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        with pytest.raises(openai.RateLimitError):
+            small.openai.completions.create(model="demo", prompt="a")
+        for client, response in streams:
+            response.close()
+            client.close()
+    small.wait_until_idle()
+    assert small.openai.completions.create(model="demo", prompt="a", max_tokens=1).choices
+
+
+def test_more_choices_than_may_ever_wait_get_429(small: Live) -> None:
+    assert small.http.post("/v1/completions", json={"prompt": "a", "n": 7}, headers=KEY).status_code == 429
+    small.wait_until_idle()
+
+
+def test_timeout_aborts(served_llm: LLM) -> None:
+    with live_server(served_llm, request_timeout_s=0.2) as live:
+        answer = live.http.post("/v1/completions", json=LONG)
+        assert answer.status_code == 504 and answer.json()["error"]["type"] == "timeout_error"
+        streamed = live.http.post("/v1/completions", json={**LONG, "stream": True})
+        assert "timeout_error" in streamed.text and streamed.text.endswith("data: [DONE]\n\n")
+        live.wait_until_idle()
+
+
+# ------------------------------------------------------------------ aborts
+
+
+def test_abort_ends_a_stream_with_its_reason(live: Live) -> None:
+    chunks = live.openai.completions.create(model="demo", **_openai(LONG), stream=True)
+    first = next(iter(chunks))
+    assert live.http.post("/abort", json={"request_id": first.id}).json() == {"aborted": first.id}
+    assert [c.choices[0].finish_reason for c in chunks][-1] == "abort"
+
+
+def test_abort_by_the_clients_own_id_ends_one_that_waits(live: Live) -> None:
+    with ThreadPoolExecutor(9) as pool:
+        streams = start_streams(live, pool, 8)  # of which 4 run
+        late = pool.submit(live.http.post, "/v1/completions", json=LONG, headers={"x-request-id": "mine"})
+        while "mine" not in live.service.generations:
+            time.sleep(0.01)
+        assert live.http.post("/abort_request", json={"rid": "mine"}).status_code == 200
+        answer = late.result().json()
+        assert answer["id"] == "mine" and answer["choices"][0]["finish_reason"] == "abort"
+        for client, response in streams:
+            response.close()
+            client.close()
+
+
+def test_disconnect_of_fifty_streams_leaves_nothing(live: Live) -> None:
+    """Cut before, between and after chunks; half of them are no streams at all."""
+
+    async def cut(number: int) -> None:
+        async with httpx.AsyncClient(base_url=live.url, timeout=30) as client:
+            body = {**LONG, "stream": number % 2 == 0, "n": 1 + number % 3}
+            try:
+                async with (
+                    asyncio.timeout(0.05 + 0.02 * number),
+                    client.stream("POST", "/v1/completions", json=body) as r,
+                ):
+                    async for _ in r.aiter_lines():
+                        pass
+            except TimeoutError:
+                pass
+
+    async def storm() -> None:
+        await asyncio.gather(*(cut(number) for number in range(50)))
+
+    tasks = _num_tasks(live)
+    asyncio.run(storm())
+    live.wait_until_idle(20)
+    end_s = time.monotonic() + 10
+    while _num_tasks(live) > tasks + 1 and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert _num_tasks(live) <= tasks + 1
+    assert live.openai.completions.create(model="demo", prompt="a", max_tokens=2).choices[0].finish_reason == "length"
+
+
+def _num_tasks(live: Live) -> int:
+    return len(asyncio.all_tasks(live.engine._loop))
+
+
+def _openai(body: dict[str, Any]) -> dict[str, Any]:
+    """Fields that the openai client does not know go into extra_body."""
+    return {"prompt": body["prompt"], "max_tokens": body["max_tokens"], "extra_body": {"ignore_eos": True}}
+
+
+# ------------------------------------------------------------------ the engine's death
+
+
+def test_dead_engine_ends_requests_with_an_error_and_fails_health(served_llm: LLM) -> None:
+    with live_server(served_llm) as live, ThreadPoolExecutor(8) as pool:
+        streams = start_streams(live, pool, 6)
+        waiting = pool.submit(live.http.post, "/v1/completions", json=LONG)
+        while len(live.service.generations) < 7:
+            time.sleep(0.01)
+
+        def die(plan: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        live.llm.engine.runner.launch = die  # type: ignore[method-assign]
+        for client, response in streams:
+            text = response.read().decode()
+            assert "RuntimeError: the device is gone" in text and text.endswith("data: [DONE]\n\n")
+            client.close()
+        assert waiting.result().status_code == 500
+        assert "the device is gone" in waiting.result().json()["error"]["message"]
+        assert live.http.get("/health").status_code == live.http.get("/ready").status_code == 503
+        late = live.http.post("/v1/completions", json=LONG)
+        assert late.status_code == 503 and "the device is gone" in late.json()["error"]["message"]
+        assert "engine_alive 0.0" in live.http.get("/metrics").text
+        assert live.engine.num_unfinished == 0
+
+
+# ------------------------------------------------------------------ the server's end
+
+
+def test_sigterm_under_load_finishes_what_runs_and_refuses_what_is_new() -> None:
+    command = [sys.executable, "-m", "treedraft", "serve", "--port", "0", "--max-batch", "2", "--max-context", "512"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        try:
+            url = next(m[1] for line in process.stderr if (m := re.search(r"running on (http://\S+)", line)))
+            body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True}
+
+            def ask(number: int) -> httpx.Response:
+                return httpx.post(f"{url}/v1/completions", json={**body, "stream": number % 2 == 0}, timeout=60)
+
+            with ThreadPoolExecutor(6) as pool:
+                answers = [pool.submit(ask, number) for number in range(6)]
+                _wait_for_running(url, 2)
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+                with pytest.raises(httpx.TransportError):
+                    httpx.post(f"{url}/v1/completions", json=body, timeout=10)
+                for number, answer in enumerate(answers):
+                    assert answer.result().status_code == 200
+                    text = answer.result().text
+                    assert '"length"' in text and (number % 2 or text.endswith("data: [DONE]\n\n"))
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def _wait_for_running(url: str, count: int) -> None:
+    end_s = time.monotonic() + 30
+    while f"num_requests_running {count}.0" not in httpx.get(f"{url}/metrics").text:
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def test_draining_server_refuses_on_open_connections(served_llm: LLM) -> None:
+    with live_server(served_llm) as live:
+        assert live.http.get("/ready").status_code == 200
+        live.engine.is_draining = True
+        assert live.http.get("/ready").status_code == 503
+        assert live.http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert live.http.get("/health").status_code == 200
