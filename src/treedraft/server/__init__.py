@@ -1,1 +1,1 @@
-"""HTTP in, text out."""
+"""HTTP in, text out: an OpenAI-compatible server over the engine."""
