@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -65,6 +65,12 @@ class RoundTrace:
         return self.token_ids[column] >= 0
 
 
+class RoundSink(Protocol):
+    """What takes rounds: a list, or anything with its `append`."""
+
+    def append(self, item: RoundTrace, /) -> None: ...
+
+
 class LiveTrace(list[RoundTrace]):
     """A trace that hands each round to `on_round` as it is appended, and keeps it."""
 
@@ -98,7 +104,7 @@ class Recorder:
     logits: the target's (`llm.runner.target.model.logits`), to record its probabilities too; None leaves them out.
     """
 
-    trace: list[RoundTrace]
+    trace: RoundSink
     logits: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, rows: tuple[DecodeRow, ...], batch: DecodeBatch, result: RoundTensors) -> None:
