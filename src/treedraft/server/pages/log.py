@@ -27,13 +27,14 @@ class RoundLog:
         """decode: a token id's text."""
         self._runner, self._decode = llm.runner, decode
         self._rounds: dict[int | str, deque[RoundTrace]] = {}
-        # By name: nothing but this line knows that there is debugging.
-        self._observer = import_module("treedraft.debug.trace").Recorder(self, llm.runner.target.model.logits)
 
     def watch(self, request_id: int) -> None:
         """Keep this request's rounds from now on."""
         self._rounds[request_id] = deque()
-        self._runner.observer = self._observer
+        if self._runner.observer is None:
+            # By name: nothing but this line knows that there is debugging.
+            recorder = import_module("treedraft.debug.trace").Recorder
+            self._runner.observer = recorder(self, self._runner.target.model.logits)
 
     def forget(self, request_id: int) -> None:
         """Drop a request and its rounds, watched or not."""
