@@ -9,6 +9,10 @@ import torch
 torch.set_num_threads(1)  # small tensors: a second thread gains little, and loses much beside another process
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshot", metavar="FILE", help="where the tree explorer's test leaves its screenshot")
+
+
 @pytest.fixture(scope="session")
 def demo_prompts() -> list[str]:
     """The held-out prompts, one of each domain in turn."""

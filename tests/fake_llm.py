@@ -26,7 +26,8 @@ class FakeLLM:
         self.speculative = arguments.get("speculative")
         self.config = SimpleNamespace(**{**arguments, "device": "cpu", "dtype": "float32"})
         self.notes = ("a fake",)
-        self.tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+        self.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "".join(map(chr, ids)))
+        self.eos_token_ids: tuple[int, ...] = ()
         self.runner = SimpleNamespace(observer=None)
         self._next_id = 0
 
@@ -50,6 +51,12 @@ class FakeLLM:
         trace = self.runner.observer.trace if self.runner.observer else None
         many = params if isinstance(params, list) else [params] * len(prompts)
         return [self._one(prompt, one, trace) for prompt, one in zip(prompts, many, strict=True)]
+
+    def chat(
+        self, messages: list[dict[str, str]], params: SamplingParams, progress: bool = True
+    ) -> list[RequestOutput]:
+        """As `generate` on the messages' texts, joined by "|"."""
+        return self.generate(["|".join(m["content"] for m in messages)], params, progress)
 
     def _one(self, prompt: str | list[int], params: SamplingParams, trace: list[RoundTrace] | None) -> RequestOutput:
         prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["kv.allocator"] = {"errors"}
 ALLOWED["kv.prefix"] = {"errors"}
 ALLOWED["kv.manager"] = {"errors", "types", "kv.allocator", "kv.prefix"}
-FOR_ANNOTATIONS = {"bench": {"cli"}, "kv.page_table": set()}  # seen by the type checker alone
+FOR_ANNOTATIONS = {"bench": {"cli"}, "server": {"debug"}, "kv.page_table": set()}  # seen by the type checker alone
 
 DEVICE_TYPES = {"TreeRows", "ModelOutput", "DraftTree", "Accepted"}
 HOST_TYPES = {"SamplingParams", "PrefillRow", "DecodeRow", "PageUpdate", "StepPlan", "RowResult", "StepResult"} | {

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from treedraft import __version__
-from treedraft.cli import bench, check, demo, explain, generate, memory, serve, toggles
+from treedraft.cli import bench, chat, check, demo, explain, generate, memory, serve, toggles
 from treedraft.errors import TreedraftError
 
 
@@ -51,6 +51,7 @@ def _root(
 
 app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
+app.command("chat")(chat.chat)
 app.command("check")(check.check)
 app.command("explain")(explain.explain)
 app.command("memory")(memory.memory)

@@ -1,7 +1,8 @@
-"""`treedraft bench latency | acceptance | round | kernels`: measurements, as a table and as JSON."""
+"""`treedraft bench latency | acceptance | round | kernels | serving`: measurements, as a table and as JSON."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -213,6 +214,74 @@ def kernels(
     result = run_kernels(settings, chosen, note=lambda text: console.print(text, style="dim", markup=False))
     console.print(result.render())
     _write(console, "kernels", result.as_json(), out, json_file)
+
+
+@app.command()
+def serving(
+    base_url: Annotated[
+        str, typer.Option(metavar="URL", help="Of any OpenAI endpoint, with or without /v1.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="As the server calls it. Default: the first it names.")] = None,
+    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    rate: Annotated[
+        float, typer.Option("--rate", "--request-rate", help="Arrivals a second, Poisson; inf: all at once.")
+    ] = math.inf,
+    num_prompts: Annotated[int, typer.Option(help="Requests to send; prompts repeat if they are fewer.")] = 100,
+    concurrency: Annotated[
+        int | None,
+        typer.Option("--concurrency", "--max-concurrency", help="Requests in flight at most. Default: no limit."),
+    ] = None,
+    prompt_words: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|N-N|exp:N",
+            help="Words of each prompt: fixed, uniform, or exponential with a mean. Default: prompts as they are.",
+        ),
+    ] = None,
+    output_tokens: Annotated[
+        str, typer.Option("--output-tokens", "--max-tokens", metavar="N|N-N|exp:N", help="Tokens of each output.")
+    ] = "128",
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and sampling.")] = 0,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos/--no-ignore-eos", help="Past the end of text, so that outputs have their lengths."),
+    ] = True,
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Ask a treedraft server for one token a round.")
+    ] = False,
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token; never written to a result.")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="For one request.")] = 600.0,
+    prompts_file: _PromptsFile = "demo",
+    out: _Out = None,
+    json_file: _Json = None,
+) -> None:
+    """Load on a server that runs: throughput, time to first token, between chunks, acceptance; percentiles."""
+    from treedraft.bench.serving import ServingSettings, parse_lengths, run_serving
+
+    settings = ServingSettings(
+        base_url=base_url,
+        model=model,
+        endpoint=endpoint,
+        rate=rate,
+        num_prompts=num_prompts,
+        concurrency=concurrency,
+        prompt_words=None if prompt_words is None else parse_lengths(prompt_words),
+        output_tokens=parse_lengths(output_tokens),
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        speculation=not no_speculation,
+        api_key=api_key,
+        timeout_s=timeout_s,
+    )
+    console = make_console()
+    prompts = read_prompts(prompts_file)
+    result = run_serving(prompts, settings, note=lambda text: console.print(text, style="dim", markup=False))
+    console.print(result.render())
+    _write(console, "serving", result.as_json(), out, json_file)
+    if not result.done:
+        raise typer.Exit(1)
 
 
 def _write(console: Console, name: str, data: dict[str, Any], folder: Path | None, file: Path | None) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from treedraft.cli.console import make_console
+from treedraft.cli.console import depth_style, make_console
 from treedraft.cli.options import EngineOptions, TreeOptions, takes_groups
 from treedraft.cli.prompts import read_prompts
 from treedraft.types import SamplingParams
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from treedraft.debug.trace import RoundTrace
     from treedraft.llm import LLM
     from treedraft.types import RequestOutput
-
-# A token's colour says at which depth of the tree it was accepted; the bonus token is plain.
-DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta", "red", "yellow")
 
 SHOWN = (("story", 0, 0.8), ("kid", 0, 0.8), ("code", 18, 0.0))  # domain, which of its prompts, temperature
 
@@ -45,7 +42,7 @@ def demo(
 
     legend = Text("colour: depth of the tree at which a token was accepted:")
     for depth in range(1, tree.as_config().max_path):
-        legend.append(f" {depth}", style=_style(depth))
+        legend.append(f" {depth}", style=depth_style(depth))
     console.print(legend.append("; plain: the target's own token\n"))
 
     lines = read_prompts("demo")
@@ -72,10 +69,6 @@ def demo(
     console.print(f"{time.perf_counter() - started:.0f} s in all", style="dim")
 
 
-def _style(depth: int) -> str:
-    return DEPTH_STYLES[depth] if depth < len(DEPTH_STYLES) else "bright_white"
-
-
 def _stream(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> list[RoundTrace]:
     """Print a text while it is generated; returns its rounds."""
     from treedraft.debug.trace import LiveTrace, recording
@@ -87,7 +80,7 @@ def _stream(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> 
         pending.append(token_id)
         text = llm.decode(pending)
         if not text.endswith("\ufffd"):  # else the token ends inside a character
-            console.print(text, style=_style(depth), end="", markup=False, soft_wrap=True)
+            console.print(text, style=depth_style(depth), end="", markup=False, soft_wrap=True)
             pending.clear()
 
     def on_round(trace: RoundTrace) -> None:
@@ -115,7 +108,7 @@ def _print_depths(console: Console, rounds: list[RoundTrace]) -> None:
     table = Table(title="Accepted drafts by depth", title_justify="left", box=None, show_header=False)
     for depth in range(1, max((max(r.depths) for r in rounds), default=0) + 1):
         share = sum(r.num_accepted >= depth for r in rounds) / len(rounds)
-        table.add_row(Text(f"depth {depth}", style=_style(depth)), f"{share:4.0%} of rounds", bar(share))
+        table.add_row(Text(f"depth {depth}", style=depth_style(depth)), f"{share:4.0%} of rounds", bar(share))
     console.print(table, "")
 
 

@@ -6,12 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from treedraft.runner.batch import DecodeBatch
     from treedraft.runner.round import RoundTensors
-    from treedraft.types import DecodeRow
+    from treedraft.types import DecodeRow, DraftTree
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class RoundTrace:
     emitted_token_ids: tuple[
         int, ...
     ]  # accepted drafts, then the bonus token; `live_rounds` cuts them at the text's end
+    target_probs: tuple[float, ...] = ()  # the target's raw probability of the node given its parent; root: 1
 
     @property
     def num_accepted(self) -> int:
@@ -58,6 +63,12 @@ class RoundTrace:
     def is_live(self, column: int) -> bool:
         """Whether the node holds a draft (or is the root), not padding."""
         return self.token_ids[column] >= 0
+
+
+class RoundSink(Protocol):
+    """What takes rounds: a list, or anything with its `append`."""
+
+    def append(self, item: RoundTrace, /) -> None: ...
 
 
 class LiveTrace(list[RoundTrace]):
@@ -88,9 +99,13 @@ def recording(llm: Any, trace: list[RoundTrace]) -> Iterator[list[RoundTrace]]:
 
 @dataclass(frozen=True)
 class Recorder:
-    """An observer for the runner that appends every sequence's round to `trace`. Syncs."""
+    """An observer for the runner that appends every sequence's round to `trace`. Syncs.
 
-    trace: list[RoundTrace]
+    logits: the target's (`llm.runner.target.model.logits`), to record its probabilities too; None leaves them out.
+    """
+
+    trace: RoundSink
+    logits: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, rows: tuple[DecodeRow, ...], batch: DecodeBatch, result: RoundTensors) -> None:
         kv_lens = batch.kv_lens.tolist()
@@ -100,6 +115,7 @@ class Recorder:
         num_accepted, paths, emitted = (
             x.tolist() for x in (accepted.num_accepted, accepted.columns, accepted.token_ids)
         )
+        target_probs = None if self.logits is None else _target_probs(self.logits(result.hidden), tree).tolist()
         for b, row in enumerate(rows):
             length = num_accepted[b] + 1
             self.trace.append(
@@ -115,6 +131,7 @@ class Recorder:
                     sampled=tuple(sampled[b]),
                     accepted_columns=tuple(paths[b][:length]),
                     emitted_token_ids=tuple(emitted[b][:length]),
+                    target_probs=() if target_probs is None else tuple(target_probs[b]),
                 )
             )
 
@@ -125,6 +142,14 @@ def _draft_probs(token_ids: Sequence[int], parents: Sequence[int], scores: Seque
         1.0 if p < 0 else math.exp(min(s - scores[p], 0.0)) if t >= 0 else 0.0
         for t, p, s in zip(token_ids, parents, scores, strict=True)
     )
+
+
+def _target_probs(logits: Tensor, tree: DraftTree) -> Tensor:
+    """Probability of each node's token by the logits [B, N, V] at its parent. [B, N]; root: 1, inert nodes: 0."""
+    log_probs = logits - logits.logsumexp(-1, keepdim=True)
+    batch = torch.arange(len(tree.parents), device=tree.parents.device)[:, None]
+    probs = log_probs[batch, tree.parents.clamp(min=0), tree.token_ids.clamp(min=0)].exp()
+    return probs.masked_fill(tree.token_ids < 0, 0.0).masked_fill(tree.parents < 0, 1.0)
 
 
 def live_rounds(
