@@ -210,7 +210,7 @@ def test_run_serving_sends_at_the_planned_times_though_nothing_is_done(endpoint:
     settings = ServingSettings(endpoint.url, rate=100.0, num_prompts=8, output_tokens=Lengths("fixed", 1, 1))
     result = run_serving(PROMPTS, settings)
     assert max(r.arrival_s for r in result.records) > 0.02
-    assert max(r.wait_s for r in result.records) < 0.09  # late by no more than a busy machine
+    assert all(-0.005 < r.wait_s < 0.09 for r in result.records)  # not early but for the clock's steps; hardly late
     assert endpoint.most_running >= 4
 
 

@@ -253,7 +253,7 @@ def test_both_colour_schemes_are_readable(page, scheme: str) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
     depths = page.eval_on_selector_all(".token", "all => [...new Set(all.map(t => t.dataset.depth))]")
     places = [f'.token[data-depth="{depth}"]' for depth in depths]
-    for place in [*places, "#status", "#tree-note", "#send", "#prompt", "h1"]:
+    for place in [*places, "#status", "#tree-note", "#legend span", "#send", "#prompt", "h1"]:
         assert contrast(page, place) >= 4.5, place
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(13, 17, 23)") is (scheme == "dark")
