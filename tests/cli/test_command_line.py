@@ -66,6 +66,7 @@ SAMPLING = (
     ("command", "own"),
     [
         ("generate", "--prompts --token-ids --no-speculation --json"),
+        ("chat", "--no-speculation --system"),
         ("check", "--prompts --limit --json"),
         ("explain", "--token-ids --round --svg"),
     ],

@@ -60,6 +60,9 @@ def test_append_round_made_again_after_preemption_replaces_the_void_ones() -> No
     log.append(make_round(7, second.kv_len, ord("d"), [ord("e"), ord("f"), ord("g")]))
     got = log.take(request(4, "abcdefg"), 4)
     assert (len(got["rounds"]), got["depths"]) == (1, [1, 2, 0])
+    log.append(third)
+    got = log.take(request(4, "abcdefghij"), 7)
+    assert ([r["emitted_texts"] for r in got["rounds"]], got["depths"]) == ([["h", "i", "j"]], [1, 2, 0])
 
 
 def test_observer_is_there_only_while_a_request_is_watched() -> None:

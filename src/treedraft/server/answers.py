@@ -89,9 +89,10 @@ class _OpenAI(_Base):
             "choices": choices,
         }
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], trace: dict[str, Any] | None = None) -> dict[str, Any]:
         usage = {"usage": None} if self.include_usage else {}
-        return self._envelope(self.chunk_name, choices) | usage
+        traced = {} if trace is None else {"treedraft": trace}
+        return self._envelope(self.chunk_name, choices) | usage | traced
 
     def first_chunks(self) -> list[dict[str, Any]]:
         return []
@@ -125,7 +126,8 @@ class ChatAnswer(_OpenAI):
                     "logprobs": self._logprobs(increment),
                     "finish_reason": increment.finish_reason,
                 }
-            ]
+            ],
+            increment.trace,
         )
 
     def whole(self) -> dict[str, Any]:
@@ -171,7 +173,8 @@ class CompletionAnswer(_OpenAI):
 
     def chunk(self, increment: Increment) -> dict[str, Any]:
         logprobs = self._logprobs(increment, self.parts[increment.index])
-        return self._chunk([self._choice(increment.index, increment.text, logprobs, increment.finish_reason)])
+        choice = self._choice(increment.index, increment.text, logprobs, increment.finish_reason)
+        return self._chunk([choice], increment.trace)
 
     def whole(self) -> dict[str, Any]:
         choices = []

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from treedraft import __version__
 from treedraft.engine.request import Request as EngineRequest
@@ -21,6 +21,7 @@ from treedraft.llm import LLM
 from treedraft.server.answers import ChatAnswer, CompletionAnswer, GenerateAnswer
 from treedraft.server.async_engine import AsyncEngine, QueueFull, Unavailable
 from treedraft.server.guards import BodyLimit, KeyCheck, error_response
+from treedraft.server.pages import explorer_html
 from treedraft.server.protocol import (
     AbortBody,
     ChatBody,
@@ -84,6 +85,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             requests,
             lambda request_id, g: ChatAnswer(request_id, g, service.tokens, name, body.include_usage),
             body.stream,
+            body.treedraft.trace,
         )
 
     @app.post("/v1/completions")
@@ -103,6 +105,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
                 request_id, g, service.tokens, name, body.include_usage, echoes=echoes
             ),
             body.stream,
+            body.treedraft.trace,
         )
 
     @app.post("/generate")
@@ -159,6 +162,10 @@ def _add_text(app: FastAPI, service: Service) -> None:
 def _add_facts(app: FastAPI, service: Service) -> None:
     llm, engine, name = service.llm, service.engine, service.settings.model_name
     started = int(time.time())
+
+    @app.get("/", include_in_schema=False)
+    async def explorer() -> Response:
+        return HTMLResponse(explorer_html())
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treedraft.engine.request import Request
 from treedraft.errors import TreedraftError
 from treedraft.server.metrics import Metrics
-from treedraft.server.tokens import num_held_back
+from treedraft.server.pages.log import RoundLog
+from treedraft.server.tokens import TokenTexts, num_held_back
 
 if TYPE_CHECKING:
     from treedraft.llm import LLM
@@ -42,13 +43,15 @@ class Increment:
     top_logprobs: tuple[dict[int, float], ...]
     finish_reason: str | None  # not None: the choice's last increment
     error: str | None = None
+    trace: dict[str, Any] | None = None  # its rounds, where the generation is traced
 
 
 class Generation:
     """The requests of one HTTP body, on the event loop's side."""
 
-    def __init__(self, requests: Sequence[Request]):
+    def __init__(self, requests: Sequence[Request], is_traced: bool = False):
         self.requests = tuple(requests)
+        self.is_traced = is_traced
         self.arrived_s = time.perf_counter()
         self._increments: asyncio.Queue[Increment] = asyncio.Queue()
         self._num_open = len(requests)
@@ -92,6 +95,7 @@ class AsyncEngine:
         """max_waiting: choices that may wait beside those that run."""
         self.llm = llm
         self.metrics = metrics
+        self._log = RoundLog(llm, TokenTexts(llm.tokenizer).text)
         self.max_unfinished = llm.config.max_batch + max_waiting
         self.error: str | None = None
         self.is_draining = False  # what is here is finished, nothing new is taken
@@ -129,7 +133,7 @@ class AsyncEngine:
         if self.is_draining:
             raise Unavailable("the server is ending and takes no new requests")
 
-    def submit(self, requests: Sequence[Request]) -> Generation:
+    def submit(self, requests: Sequence[Request], is_traced: bool = False) -> Generation:
         """Queue requests that were checked. Raises QueueFull or Unavailable, and then nothing was queued."""
         self.check_open()
         if self.num_unfinished + len(requests) > self.max_unfinished:
@@ -137,7 +141,7 @@ class AsyncEngine:
                 f"{self.num_unfinished} of at most {self.max_unfinished} choices are unfinished; "
                 f"there is no room for {len(requests)} more: try again later"
             )
-        generation = Generation(requests)
+        generation = Generation(requests, is_traced)
         lives = [_Live(request, index, generation) for index, request in enumerate(requests)]
         self._live.update({live.request.request_id: live for live in lives})
         self._commands.put(partial(self._add, lives))
@@ -189,6 +193,8 @@ class AsyncEngine:
         for live in lives:
             self.llm.engine.scheduler.add(live.request)
             self.metrics.arrived(live.request)
+            if live.generation.is_traced:
+                self._log.watch(live.request.request_id)
 
     def _abort(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -203,7 +209,9 @@ class AsyncEngine:
             return
         if request.is_finished:
             del self._live[request.request_id]
-        increment = _increment(live)
+        increment = _increment(live, self._log.take(request, live.num_tokens))
+        if request.is_finished:
+            self._log.forget(request.request_id)
         now = time.perf_counter()
         self.metrics.delivered(request, len(increment.token_ids), live.last_s, now, live.generation.arrived_s)
         live.num_tokens += len(increment.token_ids)
@@ -234,7 +242,7 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(_put_all, ended)
 
 
-def _increment(live: _Live) -> Increment:
+def _increment(live: _Live, trace: dict[str, Any] | None) -> Increment:
     request, start = live.request, live.num_tokens
     text = request.text.text
     end = len(text) if request.is_finished else len(text) - num_held_back(text, request.params.stop)
@@ -246,6 +254,7 @@ def _increment(live: _Live) -> Increment:
         top_logprobs=tuple(request.top_logprobs[start:]),
         finish_reason=request.finish_reason,
         error=request.error,
+        trace=trace,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-OPEN_PATHS = ("/health", "/ready")  # probes have no key
+OPEN_PATHS = ("/", "/health", "/ready")  # probes have no key
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

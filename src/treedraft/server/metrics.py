@@ -84,8 +84,8 @@ class Metrics:
             ),
             (
                 "kv_cache_usage_perc",
-                "Share of the KV pages that are owned, 0 to 1",
-                lambda: 1 - scheduler.kv.allocator.num_free / pages,
+                "Share of the KV pages that sequences use, 0 to 1; those that are only cached are free for the taking",
+                lambda: 1 - scheduler.kv.num_available / pages,
             ),
             ("engine_alive", "1 while the engine's thread runs", lambda: float(server.error is None)),
         ):

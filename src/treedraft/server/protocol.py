@@ -57,6 +57,12 @@ class Speculative(Body):
     num_draft_tokens: Annotated[Int, Field(ge=1)] | None = None  # nodes of each tree, at most the server's
 
 
+class Tracing(Body):
+    """Extension: what a stream carries beside its text, for the tree explorer."""
+
+    trace: Bool = False  # each chunk's rounds, see server.pages.rounds
+
+
 class _Sampling(Body):
     """Fields that every kind of generation has."""
 
@@ -134,6 +140,7 @@ class _OpenAIBody(_Sampling):
     stream: Bool = False
     stream_options: StreamOptions | None = None
     speculative: Speculative = Speculative()
+    treedraft: Tracing = Tracing()
     # Read by services around a model, not by a model.
     user: Any = None
     metadata: Any = None

@@ -97,9 +97,10 @@ class Service:
         requests: list[EngineRequest],
         make: Callable[[str, Generation], Answer],
         is_stream: bool,
+        is_traced: bool = False,
     ) -> Response:
         """Submit, and answer as a stream or at once. The requests end when the client goes or the time is over."""
-        generation = self.engine.submit(requests)
+        generation = self.engine.submit(requests, is_traced)
         self.generations[request_id] = generation
         answer = make(request_id, generation)
         if is_stream:
