@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+MAX_HELD = 16  # tokens held back as an unfinished character; more are bytes that will never be one
+MAX_CHARACTER = 4  # bytes of one character, and so the tokens that it may be spread over
+
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""
@@ -35,11 +38,20 @@ class TextStream:
             return False
         self._token_ids.append(token_id)
         before = self._decode(self._prefix, self._read)
-        now = self._decode(self._prefix, len(self._token_ids))
+        end = len(self._token_ids)
+        now = self._decode(self._prefix, end)
         if now.endswith("\ufffd"):  # an unfinished character
-            return False
+            if end - self._read < MAX_HELD:
+                return False
+            end -= (
+                MAX_CHARACTER  # only the last ones can still become a character; a window that grew would cost O(n^2)
+            )
+            head = self._decode(self._prefix, end)
+            if head + self._decode(end, len(self._token_ids)) != now:  # a character lies across
+                return False
+            now = head
         gained = now[len(before) :]
-        self._prefix, self._read = self._read, len(self._token_ids)
+        self._prefix, self._read = self._read, end
         return self._emit(gained)
 
     def close(self) -> None:
