@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from live_server import Live
 from treedraft import LLM, SamplingParams, __version__
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
 
 def post(live: Live, path: str, **body: Any) -> Any:
@@ -82,6 +86,23 @@ def test_metrics_count_what_was_done(live: Live) -> None:
     assert gained("spec_accept_length_sum") >= 58  # the last rounds' tokens beyond max_tokens are counted too
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert after[f"treedraft:{name}"] == 0
+    assert gained("prefix_cache_queries_total") == 2 * answer.usage.prompt_tokens
+
+
+def test_metrics_have_what_the_dashboard_shows(live: Live) -> None:
+    live.openai.completions.create(model="demo", prompt="Once", max_tokens=20, temperature=0)
+    families = {line.split()[2] for line in live.http.get("/metrics").text.splitlines() if line.startswith("# HELP")}
+    named = set(re.findall(r"treedraft:[a-z0-9_]+", DASHBOARD.read_text(encoding="utf-8")))
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in named} <= families
+
+
+def test_usage_counts_cached_tokens(live: Live) -> None:
+    prompt = list(range(100, 160))
+    usages = [
+        live.openai.completions.create(model="demo", prompt=prompt, max_tokens=4, temperature=0).usage for _ in range(2)
+    ]
+    assert 16 <= usages[1].prompt_tokens_details.cached_tokens < len(prompt)
+    assert usages[0].prompt_tokens == usages[1].prompt_tokens == len(prompt)
 
 
 def scrape(live: Live) -> dict[str, float]:

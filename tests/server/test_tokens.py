@@ -64,7 +64,7 @@ def test_increments_hold_no_half_character_and_join_to_the_text(tokenizer, text:
         size = rng.randrange(1, 5)
         request.append(tuple(token_ids[:size]))
         token_ids = token_ids[size:]
-        sent.append(_increment(live))
+        sent.append(_increment(live, None))
         live.num_tokens += len(sent[-1].token_ids)
         live.num_chars += len(sent[-1].text)
     assert "".join(s.text for s in sent) == text + " end"

@@ -258,8 +258,8 @@ def usage_of(requests: tuple[Request, ...]) -> dict[str, Any]:
 
 
 def num_cached(request: Request) -> int:
-    """Prompt tokens whose KV was there already; there is no prefix cache yet."""
-    return 0
+    """Prompt tokens whose KV was in the prefix cache when the request was admitted."""
+    return request.num_cached_tokens
 
 
 def speculation_of(requests: tuple[Request, ...]) -> dict[str, Any]:

@@ -47,6 +47,9 @@ class Metrics:
         )
         self.latency_s = self._seconds("e2e_request_latency_seconds", "From arrival to a choice's end")
         self.queue_s = self._seconds("request_queue_time_seconds", "From arrival to admission")
+        self.preemptions = self._make(Counter, "num_preemptions", "Times that a choice lost its pages to another")
+        self.cache_queries = self._make(Counter, "prefix_cache_queries", "Prompt tokens looked for in the prefix cache")
+        self.cache_hits = self._make(Counter, "prefix_cache_hits", "Prompt tokens found there")
         self.rounds = self._make(Counter, "spec_decode_num_drafts", "Rounds of sequences")
         self.draft_tokens = self._make(Counter, "spec_decode_num_draft_tokens", "Nodes verified, roots not counted")
         self.accepted_tokens = self._make(
@@ -109,6 +112,10 @@ class Metrics:
                     self.inter_token_s.observe((now_s - last_s) / num_tokens)
         if request.is_finished:
             self.finished.labels(request.finish_reason).inc()
+            self.preemptions.inc(request.num_preemptions)
+            if request.started_s:
+                self.cache_queries.inc(len(request.prompt_token_ids))
+                self.cache_hits.inc(request.num_cached_tokens)
             self.latency_s.observe(now_s - arrived_s)
             if len(request.output_token_ids) > 1:
                 mean_s = (now_s - request.prefilled_s) / (len(request.output_token_ids) - 1)
