@@ -161,8 +161,8 @@ class Scheduler:
         """A round for all that may emit, in the order of rank: who is preempted for another has no row yet."""
         decodes = []
         for request in tuple(self.running):
-            is_decoding = request.slot >= 0 and not request.is_prefilling  # no slot: preempted just now
-            if is_decoding and self._may_emit(request) and self._grow(request, updates):
+            has_prefilled = request.slot >= 0 and request.kv_len >= request.prefill_len  # no slot: preempted just now
+            if has_prefilled and self._may_emit(request) and self._grow(request, updates):
                 decodes.append(self._decode_row(request))
         return decodes
 
