@@ -1,7 +1,7 @@
 """Time of the scheduler alone, a step at a time, without a model: python benchmarks/scheduler.py [flags as in --help]
 
-A step is `schedule` and `commit`. Requests arrive as others end, half of their prompts begin like earlier ones, each
-round accepts 0 to 5 drafts, and the pool holds all of them (or, with --pool, a share: then requests are preempted).
+A step is `schedule` and `commit`, in CPU time of this process. Requests arrive as others end, half of their prompts
+begin like earlier ones, each round accepts 0 to 5 drafts, and the pool holds all of them, or with --pool a share.
 """
 
 import argparse

@@ -95,13 +95,17 @@ class FakeRunner:
             assert kv_len + row.node_limit <= self._owned(slot), "nodes beyond the owned pages"
         nodes = 1 if self.config.speculative is None else self.config.speculative.num_draft_tokens
         self.counts["shrunk"] += row.node_limit < nodes
-        self._check_rows(row.request_id, slot, kv_len)
         digests, text, prompt_len = self.texts[row.request_id]
+        last = (
+            min(prompt_len + row.sampling.max_tokens, self.config.max_context) - 1
+        )  # its KV, and what follows, is dead
+        self._check_rows(row.request_id, slot, min(kv_len, last))
         accepted = min(self.rng.randrange(min(self.max_path, row.node_limit)), len(text) - kv_len - 3)
         for position in range(kv_len, min(kv_len + self.tail, self._owned(slot))):
             self.target[self._physical(slot, position)] = self.draft[self._physical(slot, position)] = "a rejected node"
-        if kv_len + accepted < self._owned(slot):  # else a dead round, beyond all that the request may ever hold
-            self._write(slot, kv_len, digests[kv_len : kv_len + accepted + 2])
+        num_kept = min(accepted + 1, self._owned(slot) - kv_len)  # the others go to the trash page
+        assert num_kept == accepted + 1 or kv_len + num_kept >= last
+        self._write(slot, kv_len, digests[kv_len : kv_len + num_kept + 1])
         self.kv_lens[slot] += accepted + 1
         return self._result(row, text[kv_len + 1 : kv_len + accepted + 2], True)
 

@@ -12,6 +12,7 @@ from treedraft.errors import ConfigError, InvariantError, RequestError
 from treedraft.kv.prefix import PrefixCache
 from treedraft.types import StepResult
 
+FAR = 1e18  # a deadline that never passes, unless a trace brings it forward
 TREE = SpeculativeConfig(3, 2, 6)
 SHAPES = [None, TREE, SpeculativeConfig(5, 1, 2)]
 
@@ -41,6 +42,8 @@ class Trace:
         prompt = random_prompt(rng, self.texts)
         self.texts.append(text_of(prompt))
         fields = {"priority": rng.choice([0, 0, 0, 1, 2])}
+        if rng.random() < 0.1:
+            fields["deadline_s"] = FAR
         request = make_request(len(self.requests), prompt, rng.randrange(1, 40), **fields)
         if rng.random() < 0.2:
             request.params = replace(request.params, num_draft_tokens=rng.choice([1, 1, 3]))
@@ -74,8 +77,9 @@ class Trace:
                 self.arrive()
             if self.rng.random() < 0.03 and self.scheduler.by_id:
                 self.scheduler.abort(self.rng.choice(list(self.scheduler.by_id)))
-            if self.rng.random() < 0.01 and self.scheduler.by_id:
-                self.rng.choice(list(self.scheduler.by_id.values())).deadline_s = 0
+            timed = [r for r in self.scheduler.by_id.values() if r.deadline_s == FAR]
+            if self.rng.random() < 0.05 and timed:
+                self.rng.choice(timed).deadline_s = 0
             self.step()
         for _ in range(5000):
             if self.engine.is_idle:
@@ -297,7 +301,7 @@ def test_schedule_an_urgent_request_takes_the_place_of_another():
 
 def test_schedule_a_passed_deadline_ends_the_request_and_reports_it():
     engine, _ = make_engine(num_pages=90, seed=0, speculative=TREE, max_batch=1)
-    requests = [make_request(i, 5, 40) for i in range(2)]
+    requests = [make_request(i, 5, 40, deadline_s=FAR) for i in range(2)]
     for request in requests:
         request.stop_token_ids = frozenset()
         engine.scheduler.add(request)

@@ -81,17 +81,18 @@ class Request:
         top_logprobs: tuple[dict[int, float], ...] | None = None,
     ) -> None:
         """Take a step's tokens up to the first one that ends the request (class 17: stop inside an accepted run)."""
+        output, stops, push = self.output_token_ids, self.stop_token_ids, self.text.push
         for i, token_id in enumerate(token_ids):
-            self.output_token_ids.append(token_id)
+            output.append(token_id)
             if logprobs is not None:
                 self.logprobs.append(logprobs[i])
             if top_logprobs is not None:
                 self.top_logprobs.append(top_logprobs[i])
-            num_output = len(self.output_token_ids)
+            num_output = len(output)
             may_stop = num_output >= self.params.min_tokens
-            if token_id in self.stop_token_ids and may_stop:
+            if token_id in stops and may_stop:
                 return self.finish("stop")
-            if self.text.push(token_id) and may_stop:
+            if push(token_id) and may_stop:
                 return self.finish("stop")
             if num_output >= self.output_limit:
                 return self.finish("length")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import insort
 
@@ -52,6 +53,7 @@ class Scheduler:
         self._num_slots = config.max_batch
         self._free_slots = list(range(config.max_batch))[::-1]
         self._released_slots: list[int] = []
+        self._with_deadline: dict[int, Request] = {}
         self._ended: list[Request] = []  # by their deadline, since the last commit
 
     # ------------------------------------------------------------------ arrivals
@@ -69,6 +71,8 @@ class Scheduler:
         """Queue a request that fits."""
         request.arrival, self._num_added = self._num_added, self._num_added + 1
         self.by_id[request.request_id] = request
+        if request.deadline_s < math.inf:
+            self._with_deadline[request.request_id] = request
         insort(self.waiting, request, key=Request.rank)
 
     def abort(self, request_id: int) -> None:
@@ -84,6 +88,7 @@ class Scheduler:
         self.running.clear()
         self.by_id.clear()
         self.kv.reset()
+        self._with_deadline.clear()
         self._ended.clear()
         self._free_slots = list(range(self._num_slots))[::-1]
         self._released_slots = list(range(self._num_slots))  # every row of the page table may be stale
@@ -135,7 +140,7 @@ class Scheduler:
     def _end_overdue(self) -> None:
         """End what has passed its deadline."""
         now_s = time.perf_counter()
-        for request in [r for r in self.by_id.values() if r.deadline_s <= now_s]:
+        for request in [r for r in self._with_deadline.values() if r.deadline_s <= now_s]:
             request.finish("abort", f"request {request.request_id}: its deadline has passed")
             self._end(request)
             self._ended.append(request)
@@ -156,8 +161,8 @@ class Scheduler:
         """A round for all that may emit, in the order of rank: who is preempted for another has no row yet."""
         decodes = []
         for request in tuple(self.running):
-            is_decoding = request.slot >= 0 and not request.is_prefilling  # no slot: preempted just now
-            if is_decoding and self._may_emit(request) and self._grow(request, updates):
+            has_prefilled = request.slot >= 0 and request.kv_len >= request.prefill_len  # no slot: preempted just now
+            if has_prefilled and self._may_emit(request) and self._grow(request, updates):
                 decodes.append(self._decode_row(request))
         return decodes
 
@@ -327,6 +332,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         del self.by_id[request.request_id]
+        self._with_deadline.pop(request.request_id, None)
 
     def _leave_slot(self, request: Request) -> None:
         """Give back slot and pages; full pages of good KV go to the prefix cache."""
