@@ -336,6 +336,8 @@ class Scheduler:
 
     def _leave_slot(self, request: Request) -> None:
         """Give back slot and pages; full pages of good KV go to the prefix cache."""
+        if request.error is not None:
+            self.kv.distrust(request.slot)
         self.kv.release(request.slot, self._committed(request))
         self._free_slots.append(request.slot)
         self._released_slots.append(request.slot)
