@@ -165,3 +165,22 @@ def test_random_traces_find_what_a_list_of_texts_would(page_size):
         kv.check_integrity()
         assert kv.num_owned + kv.num_available == 24
     assert hits > 20
+
+
+def test_distrust_of_a_bad_page_hides_all_behind_it_and_loses_none():
+    kv = make_manager()
+    text = (1, 2, 3, 4, 5)
+    put(kv, 0, text)
+    for slot in (1, 2):
+        kv.attach(slot, kv.find_prefix(text, 99))
+    kv.distrust(1)
+    kv.distrust(2)
+    assert found(kv, text) == []
+    kv.check_integrity()
+    fresh = put(kv, 3, text)
+    kv.release(1)
+    kv.release(2)
+    assert found(kv, text) == list(fresh[:2]) and kv.num_available == 12
+    kv.check_integrity()
+    assert kv.drop_cache() == 4 and kv.allocator.num_free == 12
+    kv.check_integrity()

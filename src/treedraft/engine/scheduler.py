@@ -307,7 +307,7 @@ class Scheduler:
 
         A prompt's KV is, once its logits were read: a NaN in it would be in them.
         """
-        is_good = request.output_token_ids and request.error is None
+        is_good = request.output_token_ids and request.finish_reason != "error"
         return request.known_token_ids[: request.kv_len + 1] if is_good else ()
 
     def _cached(self, request: Request) -> list[CachedPage]:
@@ -336,6 +336,8 @@ class Scheduler:
 
     def _leave_slot(self, request: Request) -> None:
         """Give back slot and pages; full pages of good KV go to the prefix cache."""
+        if request.finish_reason == "error":
+            self.kv.distrust(request.slot)
         self.kv.release(request.slot, self._committed(request))
         self._free_slots.append(request.slot)
         self._released_slots.append(request.slot)

@@ -113,6 +113,11 @@ class KVManager:
         self.allocator.free(own)
         return len(pages)
 
+    def distrust(self, slot: int) -> None:
+        """Let nobody find the pages that the slot shares: its KV turned out to be bad."""
+        if self.cache is not None:
+            self.cache.distrust(self._shared.get(slot, ()))
+
     def drop_cache(self) -> int:
         """Free every cached page that nobody uses, and return how many there were."""
         count = 0 if self.cache is None else self.cache.num_unused

@@ -43,6 +43,7 @@ class PrefixCache:
         """Forget every page, used ones too."""
         self._root = CachedPage(-1, (), None)
         self._unused: OrderedDict[CachedPage, None] = OrderedDict()  # longest unused first; a page before its parent
+        self._detached: set[CachedPage] = set()  # first pages of texts that are no longer found
         self._num_pages = 0
 
     def __len__(self) -> int:
@@ -112,12 +113,21 @@ class PrefixCache:
         self.leave(whole)
         return {node.page for node in whole}
 
+    def distrust(self, path: Sequence[CachedPage]) -> None:
+        """Never find these pages again, nor any behind the first of them; users keep theirs until they leave."""
+        if path and self._root.children.get(path[0].key) is path[0]:
+            del self._root.children[path[0].key]
+            self._detached.add(path[0])
+
     def evict(self) -> int:
         """Give up the page that was unused for longest, and return its number."""
         node, _ = self._unused.popitem(last=False)
         if node.children or node.parent is None:
             raise InvariantError(f"page {node.page} of the prefix cache was evicted before the pages behind it")
-        del node.parent.children[node.key]
+        if node in self._detached:
+            self._detached.remove(node)
+        else:
+            del node.parent.children[node.key]
         self._num_pages -= 1
         return node.page
 
@@ -145,7 +155,7 @@ class PrefixCache:
             yield tuple(token_ids[start : start + width])
 
     def _walk(self) -> Iterator[CachedPage]:
-        stack = list(self._root.children.values())
+        stack = [*self._root.children.values(), *self._detached]
         while stack:
             node = stack.pop()
             yield node
