@@ -1,6 +1,7 @@
 """Witnesses of fixes in chunks, preemption and the prefix cache: each passes with its fix and fails without it."""
 
-from __future__ import annotations
+from __future__ from dataclasses import replace
+import annotations
 
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_draft_kv_is_kept_while_nobody_speculates(tmp_path) -> None:
     """A request without trees leaves its pages to one with trees, whose draft KV is right from the first row on."""
     llm = make_llm(tmp_path, (3, 2, 6))
     [plain] = llm._requests(PROMPTS[1], GREEDY)
-    plain.max_nodes = 1
+    plain.params = replace(plain.params, num_draft_tokens=1)
     run(llm, plain, num_steps=40)
     longer = [*PROMPTS[1], *plain.output_token_ids[:8]]
     [output], problems = generate_checked(llm, [longer], GREEDY)
