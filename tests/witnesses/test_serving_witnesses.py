@@ -1,8 +1,8 @@
 """Witnesses of fixes in chunks, preemption and the prefix cache: each passes with its fix and fails without it."""
 
-from __future__ from dataclasses import replace
-import annotations
+from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kv_oracle import generate_checked
