@@ -407,7 +407,7 @@ def test_check_proves_a_fix_and_fails_where_text_replacement_or_witness_drifted(
     root = copy_package(
         tmp_path / "site",
         replacement=("i == len(token_ids) - 1 and", "i == len(tokens) - 1 and"),
-        witness=("self.allocator.free(pages[:-1])", "self.allocator.free(pages[:])"),  # as good as the fix
+        witness=("self.allocator.free(own[:-1])", "self.allocator.free(own[:])"),  # as good as the fix
     )
     replace_in(root / "runner" / "drafter.py", "+ (level - 2)).expand", "+ level - 2).expand")
     ids = ("25015", "class-12", "class-17", "class-9")

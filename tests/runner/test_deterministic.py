@@ -24,7 +24,7 @@ def test_prefill_as_decode_gives_the_states_and_tokens_of_prefill(rows_at_once, 
     monkeypatch.setattr("treedraft.runner.round.DETERMINISTIC_ROWS", rows_at_once)
     llm = LLM(
         "demo", device="cpu", dtype="float64", page_size=3, max_batch=3, max_context=96, capture="off",
-        speculative=SpeculativeConfig(3, 2, 6),
+        prefix_cache=False, speculative=SpeculativeConfig(3, 2, 6),
     )  # fmt: skip
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
     outputs, states = [], []
