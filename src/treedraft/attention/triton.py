@@ -5,7 +5,8 @@
     layer:    run_mla     -> one kernel over the shares, one to combine what was cut
 
 `DeterministicTritonAttention` is the form whose output for a row does not depend, in any bit, on the rows, sequences
-and tree beside it; its `plan_chain` serves chunks of prompts as well.
+and tree beside it. The engine forwards prompts through it a token a row; `plan_chain` plans a chunk of them at once,
+with the same bits.
 """
 
 from __future__ import annotations
