@@ -54,3 +54,8 @@ def test_run_mla_captured_follows_lengths_and_trees():
         wanted, wanted_lse = oracle(rows, PAGE_SIZE, kv[:, None], kv[:, None, :LATENT], q, SCALE)
         check(out, wanted, MAX_ERROR, RMS)
         assert float((lse.double() - wanted_lse).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4, 8])
+def test_generate_graph_equals_eager_tree_for_tree_and_torch_up_to_near_ties(padded_demo, topk, record_property):
+    padded_demo.check_backend("flashmla", topk, PAGE_SIZE, record_property)
