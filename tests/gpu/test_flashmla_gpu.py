@@ -58,4 +58,5 @@ def test_run_mla_captured_follows_lengths_and_trees():
 
 @pytest.mark.parametrize("topk", [1, 2, 4, 8])
 def test_generate_graph_equals_eager_tree_for_tree_and_torch_up_to_near_ties(padded_demo, topk, record_property):
-    padded_demo.check_backend("flashmla", topk, PAGE_SIZE, record_property)
+    # The kernel splits sequences by what the whole batch holds, so a padded row may change a last bit.
+    padded_demo.check_backend("flashmla", topk, PAGE_SIZE, record_property, uncaptured="eager")
