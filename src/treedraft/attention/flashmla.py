@@ -10,6 +10,7 @@ on the device, inside a captured graph too, so rounds need no host.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -113,6 +114,8 @@ class FlashMlaAttention:
             causal=False,
             use_legacy=True,
         )
+        if torch.cuda.is_current_stream_capturing():
+            _wait_for_both_kernels()
         return attend_tail_triton(q, kv, pages, plan.ancestor_bits, plan.tree_len, out, lse, v_width, scale)
 
     def run_gqa(self, plan: FlashMlaPlan, k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
@@ -149,12 +152,33 @@ def attend_tail(
     return out.to(q.dtype), lse
 
 
+def _wait_for_both_kernels() -> None:
+    """In a graph, let what comes next wait for the attention kernel too, not only for the one that joins its splits.
+
+    The joining kernel starts while the other runs, and its blocks exit before they wait for it where a sequence was not
+    split. A stream keeps its order all the same; a graph keeps no more than its edges.
+    """
+    from cuda.bindings import runtime
+
+    def checked(status: Any, *values: Any) -> tuple[Any, ...]:
+        if status != runtime.cudaError_t.cudaSuccess:
+            raise InvariantError(f"the graph's dependencies could not be extended: {status!r}")
+        return values
+
+    stream = torch.cuda.current_stream().cuda_stream
+    last = checked(*runtime.cudaStreamGetCaptureInfo(stream))[3]
+    for node in last:
+        number = checked(*runtime.cudaGraphNodeGetDependencies(node))[-1]
+        before = checked(*runtime.cudaGraphNodeGetDependencies(node, number))[0]
+        checked(*runtime.cudaStreamUpdateCaptureDependencies(stream, before, None, len(before), 0))  # 0: add
+
+
 def _package() -> Any:
     try:
-        from flash_mla import flash_mla_interface
+        import_module("cuda.bindings.runtime")  # for captures
+        return import_module("flash_mla.flash_mla_interface")
     except ImportError as error:
         raise ConfigError(
-            f"the attention backend flashmla needs the package sgl-flash-mla ({error}); install it with: "
-            "pip install --no-deps sgl-flash-mla (its wheel asks for a newer torch than it needs)"
+            f"the attention backend flashmla needs the packages sgl-flash-mla and cuda-bindings ({error}); install it with: "
+            "pip install --no-deps sgl-flash-mla (its wheel asks for a newer torch than it needs), and cuda-bindings"
         ) from error
-    return flash_mla_interface
