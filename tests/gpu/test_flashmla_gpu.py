@@ -57,7 +57,7 @@ def test_run_mla_captured_follows_lengths_and_trees():
 
 
 def test_run_mla_captured_without_splits_waits_for_the_attention_kernel():
-    """FlashMLA's second kernel then exits at once: what follows must wait for the first, which takes many waves here."""
+    """FlashMLA's second kernel then exits at once: what follows must wait for the first, which takes several waves."""
     num_nodes = 64
     rows, num_slots = make_rows([64] * 8, num_nodes, PAGE_SIZE, seed=3)
     kv = torch.randn(num_slots, LATENT + ROPE, device="cuda").bfloat16()
