@@ -179,7 +179,7 @@ def _package() -> Any:
         return import_module("flash_mla.flash_mla_interface")
     except ImportError as error:
         raise ConfigError(
-            f"the attention backend flashmla needs the packages sgl-flash-mla and cuda-bindings ({error}); install them "
-            "with: pip install cuda-bindings, and pip install --no-deps sgl-flash-mla (its wheel asks for a newer torch "
-            "than it needs)"
+            f"the attention backend flashmla needs the packages sgl-flash-mla and cuda-bindings ({error}); install "
+            "them with: pip install cuda-bindings, and pip install --no-deps sgl-flash-mla (its wheel asks for a newer "
+            "torch than it needs)"
         ) from error
