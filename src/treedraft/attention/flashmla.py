@@ -103,18 +103,20 @@ class FlashMlaAttention:
             return torch.empty_like(out), q.new_empty(q.shape[:3], dtype=torch.float32)
         from treedraft.kernels.tree_tail import attend_tail_triton
 
+        schedule = plan.prefix.schedule(num_rows, num_heads)
+        _end_chain(q)
         out, lse = _package().flash_mla_with_kvcache(
             q,
             kv.view(-1, PAGE_SIZE, 1, kv.shape[-1]),
             pages.page_table,
             plan.prefix.seqlens,
             v_width,
-            plan.prefix.schedule(num_rows, num_heads),
+            schedule,
             softmax_scale=scale,
             causal=False,
             use_legacy=True,
         )
-        if torch.cuda.is_current_stream_capturing():
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
             _wait_for_both_kernels()
         return attend_tail_triton(q, kv, pages, plan.ancestor_bits, plan.tree_len, out, lse, v_width, scale)
 
@@ -150,6 +152,15 @@ def attend_tail(
     other_out = prefix_out.float().masked_fill((other_lse == -torch.inf)[..., None], 0)
     out, lse = merge(out, lse, other_out, other_lse)
     return out.to(q.dtype), lse
+
+
+def _end_chain(x: Tensor) -> None:
+    """Put a fill between our kernels and FlashMLA's, which starts as soon as the kernel before it lets others start.
+
+    Ours let others start at once (kernels.chain), and FlashMLA's does not wait: it would read queries and keys that are
+    still being written. Nothing overlaps with a fill.
+    """
+    x.new_empty(1).zero_()
 
 
 def _wait_for_both_kernels() -> None:

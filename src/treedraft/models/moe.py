@@ -321,7 +321,7 @@ def joined(chunks: list[Tensor]) -> Tensor:
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
-# Rows of one launch of the Triton kernels; more of them are segmented. H200, a whole verify of DeepSeek-V2-Lite's shape:
+# Rows of one launch of the Triton kernels; more are segmented. A whole verify of DeepSeek-V2-Lite's shape on an H200:
 # 128 rows 11.3 ms in the kernels, 256 rows 23.3 in the kernels, 512 rows 19.0 segmented (2026-12-01).
 FEW_ROWS = 128
 
