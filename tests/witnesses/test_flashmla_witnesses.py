@@ -15,14 +15,15 @@ from treedraft.types import TreeRows
 
 
 class Launches(TorchDispatchMode):
-    """Names of operators, in order."""
+    """Names of operators that launch something, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
+        if "view" not in str(func):
+            self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
