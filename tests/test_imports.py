@@ -49,7 +49,16 @@ ALLOWED["kv.manager"] = {"errors", "types", "kv.allocator", "kv.prefix"}
 FOR_ANNOTATIONS = {"bench": {"cli"}, "server": {"debug"}, "kv.page_table": set()}  # seen by the type checker alone
 
 DEVICE_TYPES = {"TreeRows", "ModelOutput", "DraftTree", "Accepted"}
-HOST_TYPES = {"SamplingParams", "PrefillRow", "DecodeRow", "PageUpdate", "StepPlan", "RowResult", "StepResult"} | {
+HOST_TYPES = {
+    "SamplingParams",
+    "PromptLogprob",
+    "ScoredTokens",
+    "PrefillRow",
+    "DecodeRow",
+    "PageUpdate",
+    "StepPlan",
+    "RowResult",
+    "StepResult",
     "RequestMetrics",
     "Choice",
     "RequestOutput",

@@ -245,6 +245,7 @@ class LLM:
             prompt_token_ids=requests[0].prompt_token_ids,
             outputs=tuple(r.choice() for r in requests),
             metrics=metrics_of(requests),
+            prompt_logprobs=None if requests[0].params.prompt_logprobs is None else requests[0].whole_prompt_logprobs(),
         )
 
 

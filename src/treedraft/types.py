@@ -38,6 +38,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0  # end-of-sequence and stop ids are masked until then
     logprobs: int | None = None  # None: none; k: the token's own and the k best of the raw distribution
+    prompt_logprobs: int | None = None  # the same of every prompt token but the first; with it max_tokens may be 0
     num_draft_tokens: int | None = None  # nodes of each round's tree, at most the engine's; 1: no speculation
 
     def __post_init__(self) -> None:
@@ -54,7 +55,12 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", logit_bias)
         _require(all(map(_is_int, stop_token_ids)), "stop_token_ids must be integers", stop_token_ids)
-        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens)
+        least = 1 if self.prompt_logprobs is None else 0
+        _require(
+            _is_int(self.max_tokens) and self.max_tokens >= least,
+            f"max_tokens must be at least {least}",
+            self.max_tokens,
+        )
         _require(_is_real(self.temperature) and self.temperature >= 0, "temperature must be >= 0", self.temperature)
         _require(_is_int(self.top_k) and self.top_k >= -1, "top_k must be >= 1, or 0 to switch it off", self.top_k)
         _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p)
@@ -77,11 +83,9 @@ class SamplingParams:
             _require(_is_real(bias), f"logit_bias of token {token_id} must be a finite number", bias)
         _require(all(isinstance(s, str) and s for s in self.stop), "stop must be non-empty strings", self.stop)
         _require(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens must be >= 0", self.min_tokens)
-        _require(
-            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20),
-            "logprobs must be in 0..20",
-            self.logprobs,
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or (_is_int(value) and 0 <= value <= 20), f"{name} must be in 0..20", value)
         _require(
             self.num_draft_tokens is None or (_is_int(self.num_draft_tokens) and self.num_draft_tokens >= 1),
             "num_draft_tokens must be at least 1, or None for the engine's",
@@ -125,6 +129,7 @@ class PrefillRow:
     start: int = 0
     next_token: int | None = None
     is_last: bool = True  # rounds may follow: next_token is the sequence's root
+    scored: tuple[int, int] = (0, 0)  # positions whose next prompt token's log-probability is wanted: first, and end
 
 
 @dataclass(frozen=True)
@@ -179,10 +184,29 @@ class RowResult:
 
 
 @dataclass(frozen=True)
+class PromptLogprob:
+    """How likely a prompt token was after those before it, in the raw target distribution."""
+
+    logprob: float
+    rank: int  # among the whole vocabulary; 1: the likeliest
+    top_logprobs: dict[int, float]  # of the k best tokens, the best first
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Log-probabilities of a stretch of a prompt: of the tokens start + 1, start + 2, ..."""
+
+    request_id: int
+    start: int
+    logprobs: tuple[PromptLogprob, ...]
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What a collected step produced."""
 
     rows: tuple[RowResult, ...]
+    scored: tuple[ScoredTokens, ...] = ()  # of the prompts of prefilled rows
     overflow: str | None = None  # an index list was too small: the step's rounds are void, and this says which, and why
 
 
@@ -222,6 +246,9 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Choice, ...]
     metrics: RequestMetrics
+    prompt_logprobs: tuple[PromptLogprob | None, ...] | None = (
+        None  # of each prompt token, the first None; if asked for
+    )
 
 
 # -------------------------------------------------------------- device side

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from treedraft.engine.text import TextStream
-from treedraft.types import Choice, RequestMetrics, SamplingParams
+from treedraft.types import Choice, PromptLogprob, RequestMetrics, SamplingParams, ScoredTokens
 
 
 @dataclass(eq=False)
@@ -40,6 +40,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ... as far as known
     finish_reason: str | None = None
     error: str | None = None
     num_rounds: int = 0
@@ -96,6 +97,31 @@ class Request:
                 return self.finish("stop")
             if num_output >= self.output_limit:
                 return self.finish("length")
+
+    def to_score(self, start: int, end: int) -> tuple[int, int]:
+        """Of the rows [start, end) those whose next prompt token has no log-probability yet, if it is wanted."""
+        if self.params.prompt_logprobs is None:
+            return 0, 0
+        first, last = max(start, len(self.prompt_logprobs)), min(end, len(self.prompt_token_ids) - 1)
+        return (first, last) if first < last else (0, 0)
+
+    def add_prompt_logprobs(self, scored: ScoredTokens) -> None:
+        """Take a chunk's log-probabilities. Chunks come in order; one that was prefilled again replaces itself."""
+        self.prompt_logprobs[scored.start :] = scored.logprobs
+
+    def whole_prompt_logprobs(self) -> tuple[PromptLogprob | None, ...]:
+        """One for each prompt token; None for the first, and for those that an early end left unknown."""
+        rest = len(self.prompt_token_ids) - 1 - len(self.prompt_logprobs)
+        return (None, *self.prompt_logprobs, *[None] * rest)
+
+    @property
+    def num_reusable(self) -> int:
+        """Rows that cached pages may stand for: not the last, whose state sampling and drafting begin with, nor those
+        whose log-probabilities are wanted and not yet known."""
+        num_rows = self.num_known - bool(self.output_token_ids)
+        num_scored, num_wanted = len(self.prompt_logprobs), len(self.prompt_token_ids) - 1
+        is_scored = self.params.prompt_logprobs is None or num_scored == num_wanted
+        return num_rows - 1 if is_scored else min(num_rows - 1, num_scored)
 
     def count_round(self, num_accepted: int) -> None:
         """Record one verify round that accepted drafts down to depth `num_accepted`."""

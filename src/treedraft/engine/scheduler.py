@@ -114,6 +114,9 @@ class Scheduler:
     def commit(self, result: StepResult) -> list[Request]:
         """Take a collected step's tokens; returns the requests that it changed. A finished one's rows are dropped."""
         changed, self._ended = self._ended, []
+        for scored in result.scored:
+            if scored.request_id in self.by_id:
+                self.by_id[scored.request_id].add_prompt_logprobs(scored)
         for row in result.rows:
             request = self.by_id.get(row.request_id)
             if request is None:  # finished or aborted while this round was in flight: a dead round
@@ -231,6 +234,7 @@ class Scheduler:
                 start=start,
                 next_token=known[end] if end < len(known) else None,
                 is_last=end == request.prefill_len,
+                scored=request.to_score(start, end),
             )
         )
 
@@ -298,7 +302,10 @@ class Scheduler:
     def _commit_prefill(self, request: Request, row: RowResult) -> None:
         if row.token_ids:
             request.prefilled_s = time.perf_counter()
-            request.append(row.token_ids, row.logprobs, row.top_logprobs)
+            if request.output_limit == 0:
+                request.finish("length")
+            else:
+                request.append(row.token_ids, row.logprobs, row.top_logprobs)
         if request.slot >= 0:
             self.kv.publish(request.slot, self._committed(request))
 
@@ -307,13 +314,12 @@ class Scheduler:
 
         A prompt's KV is, once its logits were read: a NaN in it would be in them.
         """
-        is_good = request.output_token_ids and request.finish_reason != "error"
+        is_good = request.prefilled_s > 0 and request.finish_reason != "error"
         return request.known_token_ids[: request.kv_len + 1] if is_good else ()
 
     def _cached(self, request: Request) -> list[CachedPage]:
-        """Cached pages that begin the text, its last row never included: sampling and drafting begin with its state."""
-        num_rows = request.num_known - bool(request.output_token_ids)
-        return self.kv.find_prefix(request.known_token_ids, (num_rows - 1) // self.kv.page_size)
+        """Cached pages that begin the text, as far as its rows need not be computed."""
+        return self.kv.find_prefix(request.known_token_ids, request.num_reusable // self.kv.page_size)
 
     def _most_pages(self, request: Request) -> int:
         """Pages that the request may own at most. A pool too small for its last tree: the tree shrinks."""

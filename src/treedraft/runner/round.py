@@ -120,9 +120,10 @@ def run_round(
 
 def run_prefill(
     batch: PrefillBatch, rows: SamplingRows | None, target: Target, drafter: Drafter | None, state: DeviceState
-) -> RoundTensors | None:
+) -> tuple[RoundTensors | None, Tensor]:
     """Forward chunks of known tokens, and sample the first token of the sequences that have none.
 
+    Return what was sampled, and the states of all rows, [T, H].
     rows: of those sequences, `batch.sampled`; None when there are none. Every chunk leaves the device state as if the
     sequence ended there, so that after its last one rounds may follow.
     """
@@ -136,7 +137,7 @@ def run_prefill(
         next_tokens[batch.last_rows[batch.sampled]] = result.sampled[:, 0]
     if drafter is not None:
         drafter.prefill(batch, output.features, next_tokens)
-    return result
+    return result, output.hidden
 
 
 def first_tokens(

@@ -18,6 +18,7 @@ from treedraft.runner.capture import CapturedRounds
 from treedraft.runner.drafter import Drafter
 from treedraft.runner.graphs import GraphState
 from treedraft.runner.operators import logits_parts
+from treedraft.runner.prompt_logprobs import Scores, read_scores, score_prompts
 from treedraft.runner.round import RoundTensors, Target, run_prefill, run_round
 from treedraft.runner.shapes import ShapedRound
 from treedraft.runner.state import DeviceState
@@ -58,7 +59,7 @@ class Unsampled:
     request_ids: tuple[int, ...]
 
 
-Part = HostCopy | Refused | Unsampled
+Part = HostCopy | Refused | Unsampled | Scores
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,10 @@ class Runner:
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Read a step's tokens. Syncs with that step's copy alone."""
-        results = [_read(part) for part in ticket.parts]
+        scored = tuple(s for part in ticket.parts if isinstance(part, Scores) for s in read_scores(part))
+        results = [_read(part) for part in ticket.parts if not isinstance(part, Scores)]
         reasons = (reason for _, reason in results if reason is not None)
-        return StepResult(rows=tuple(row for rows, _ in results for row in rows), overflow=next(reasons, None))
+        return StepResult(tuple(row for rows, _ in results for row in rows), scored, next(reasons, None))
 
     @property
     def backends(self) -> tuple[TreeAttention, ...]:
@@ -135,8 +137,11 @@ class Runner:
         sampled = tuple(r for r in rows if r.next_token is None)
         slots, params = batch.slots[batch.sampled], tuple(r.sampling for r in sampled)
         sampling = self.state.sampling_rows(slots, params) if sampled else None
-        result = run_prefill(batch, sampling, self.target, self.drafter, self.state)
+        result, hidden = run_prefill(batch, sampling, self.target, self.drafter, self.state)
         parts: list[Part] = [Unsampled(tuple(r.request_id for r in rows if r.next_token is not None))]
+        scores = score_prompts(rows, batch, hidden, self.target.model)
+        if scores is not None:
+            parts.append(scores)
         return parts if result is None else [*parts, self._copy_out(sampled, result, is_round=False)]
 
     def at_shape(self, shape: int) -> ShapedRound:
@@ -222,7 +227,7 @@ def path_logprobs(result: RoundTensors, num_top: int, model: DeepseekModel) -> T
     return torch.cat(parts)
 
 
-def _read(part: Part) -> tuple[list[RowResult], str | None]:
+def _read(part: HostCopy | Refused | Unsampled) -> tuple[list[RowResult], str | None]:
     """A part's rows, and why they are void if they are."""
     if isinstance(part, Unsampled):
         return [RowResult(i, False, (), False, None, None) for i in part.request_ids], None

@@ -102,7 +102,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             service.new_id(request, "cmpl"),
             requests,
             lambda request_id, g: CompletionAnswer(
-                request_id, g, service.tokens, name, body.include_usage, echoes=echoes
+                request_id,
+                g,
+                service.tokens,
+                name,
+                body.include_usage,
+                echoes=echoes,
+                num_prompt_logprobs=body.prompt_logprobs,
             ),
             body.stream,
             body.treedraft.trace,
@@ -117,7 +123,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             request,
             service.new_id(request, "gen"),
             requests,
-            lambda request_id, g: GenerateAnswer(request_id, g, service.tokens, is_list),
+            lambda request_id, g: GenerateAnswer(request_id, g, service.tokens, is_list, body.logprob_start_len),
             body.stream,
         )
 

@@ -82,7 +82,9 @@ class _Sampling(Body):
     min_tokens: Annotated[Int, Field(ge=0)] = 0
     skip_special_tokens: Literal[True] = True
 
-    def sampling(self, max_tokens: int, logprobs: int | None, speculative: Speculative) -> SamplingParams:
+    def sampling(
+        self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, speculative: Speculative
+    ) -> SamplingParams:
         """Raises RequestError for a value out of its range."""
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise RequestError(f"temperature must be 0, or at least {MIN_TEMPERATURE}; got {self.temperature!r}")
@@ -105,6 +107,7 @@ class _Sampling(Body):
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             num_draft_tokens=speculative.num_draft_tokens if speculative.enabled else 1,
         )
 
@@ -124,7 +127,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "regex": (),
     "ebnf": (),
     "json_schema": (),
-    "prompt_logprobs": (),
     "suffix": ("",),
     "modalities": (["text"],),
     "audio": (),
@@ -139,6 +141,7 @@ class _OpenAIBody(_Sampling):
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
     stream: Bool = False
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     speculative: Speculative = Speculative()
     treedraft: Tracing = Tracing()
     # Read by services around a model, not by a model.
@@ -161,9 +164,11 @@ class _OpenAIBody(_Sampling):
         return {k: v for k, v in data.items() if k not in _REFUSED}
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> _OpenAIBody:
+    def _check_stream(self) -> _OpenAIBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options need stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs need an answer that is no stream")
         return self
 
     @property
@@ -180,13 +185,14 @@ class CompletionBody(_OpenAIBody):
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
     )
+    max_tokens: Annotated[Int, Field(ge=0)] | None = None  # 0: only what the prompt's tokens are worth
     logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: Bool = False
 
     @model_validator(mode="after")
     def _check(self) -> CompletionBody:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs needs log-probabilities of the prompt, which are not supported yet")
+        if self.max_tokens == 0 and self.scored is None:
+            raise ValueError("max_tokens must be at least 1, or 0 with prompt_logprobs, or with echo and logprobs")
         if len(self.prompts) * self.n > MAX_CHOICES:
             raise ValueError(f"prompts times n must be at most {MAX_CHOICES}; got {len(self.prompts)} x {self.n}")
         return self
@@ -196,8 +202,15 @@ class CompletionBody(_OpenAIBody):
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else list(self.prompt)  # type: ignore[list-item, arg-type]
 
+    @property
+    def scored(self) -> int | None:
+        """How many best tokens are wanted beside each prompt token's log-probability; None: neither."""
+        wanted = [k for k in (self.prompt_logprobs, self.logprobs if self.echo else None) if k is not None]
+        return max(wanted, default=None)
+
     def params(self) -> SamplingParams:
-        return self.sampling(self.max_tokens or 16, self.logprobs, self.speculative)
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        return self.sampling(max_tokens, self.logprobs, self.scored, self.speculative)
 
 
 class TextPart(Body):
@@ -244,11 +257,12 @@ class ChatBody(_OpenAIBody):
     def params(self, max_context: int) -> SamplingParams:
         """Without a limit in the body, the answer ends where the context does."""
         max_tokens = self.max_completion_tokens or self.max_tokens or max_context
-        return self.sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None, self.speculative)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling(max_tokens, logprobs, self.prompt_logprobs, self.speculative)
 
 
 class GenerateSampling(_Sampling):
-    max_new_tokens: Annotated[Int, Field(ge=1)] = 128
+    max_new_tokens: Annotated[Int, Field(ge=0)] = 128
 
 
 class GenerateBody(Body):
@@ -259,6 +273,7 @@ class GenerateBody(Body):
     sampling_params: GenerateSampling = GenerateSampling()
     stream: Bool = False
     return_logprob: Bool = False
+    logprob_start_len: Annotated[Int, Field(ge=-1)] = -1  # of the prompt too, from this token on; -1: of the output
     top_logprobs_num: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     speculative: Speculative = Speculative()
 
@@ -268,6 +283,10 @@ class GenerateBody(Body):
             raise ValueError("give text or input_ids, one of the two")
         if len(self.prompts) * self.sampling_params.n > MAX_CHOICES:
             raise ValueError(f"prompts times n must be at most {MAX_CHOICES}")
+        if self.logprob_start_len >= 0 and not self.return_logprob:
+            raise ValueError("logprob_start_len needs return_logprob: true")
+        if self.sampling_params.max_new_tokens == 0 and self.logprob_start_len < 0:
+            raise ValueError("max_new_tokens must be at least 1, or 0 with a logprob_start_len of 0 or more")
         return self
 
     @property
@@ -281,7 +300,8 @@ class GenerateBody(Body):
 
     def params(self) -> SamplingParams:
         logprobs = self.top_logprobs_num if self.return_logprob else None
-        return self.sampling_params.sampling(self.sampling_params.max_new_tokens, logprobs, self.speculative)
+        of_prompt = logprobs if self.logprob_start_len >= 0 else None
+        return self.sampling_params.sampling(self.sampling_params.max_new_tokens, logprobs, of_prompt, self.speculative)
 
 
 class TokenizeBody(Body):
