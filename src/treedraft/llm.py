@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, cast
@@ -21,6 +21,7 @@ from treedraft.runner.build import build
 from treedraft.speculative.noise import noise_key
 from treedraft.speculative.sampling import MAX_STOP_IDS
 from treedraft.types import RequestOutput, SamplingParams
+from treedraft.weights.chat_template import render_chat
 from treedraft.weights.loader import METADATA_FILES, resolve_folder
 from treedraft.weights.tokenizer import load_tokenizer
 
@@ -127,17 +128,23 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[dict[str, str]] | Sequence[Sequence[dict[str, str]]],
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         params: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         progress: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generate the assistant's turn of one conversation, or of several, through the tokenizer's chat template."""
+        """Generate the assistant's turn of one conversation, or of several, through the tokenizer's chat template.
+
+        tools: functions in OpenAI's form, for templates that know tools. chat_template_kwargs: a template's variables.
+        """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise RequestError("this checkpoint has no chat template; use generate() with a prompt of your own form")
         if not messages:
             raise RequestError("chat needs at least one message; got none")
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        return self.generate([self._encode_chat(c) for c in conversations], params, progress)
+        prompts = [self._encode_chat(c, tools, chat_template_kwargs) for c in conversations]
+        return self.generate(prompts, params, progress)
 
     # ------------------------------------------------------------------ text and facts
 
@@ -166,17 +173,19 @@ class LLM:
 
     # ------------------------------------------------------------------ parts
 
-    def _encode_chat(self, messages: Any) -> list[int]:
+    def _encode_chat(
+        self,
+        messages: Any,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         is_list = isinstance(messages, list | tuple) and len(messages) > 0
         if not is_list or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages):
             raise RequestError(
                 f"a conversation is a list of {{'role': ..., 'content': ...}} messages; got {messages!r}"
             )
         assert self.tokenizer is not None
-        try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates raise what they like, to refuse a role for instance
-            raise RequestError(f"the chat template refuses the messages: {error}") from error
+        text = render_chat(self.tokenizer, messages, tools, chat_template_kwargs or {})
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:

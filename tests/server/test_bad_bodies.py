@@ -65,8 +65,6 @@ def test_value_out_of_range_is_refused_and_named(live: Live, field: str, value: 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
         ("structured_outputs", {"regex": "a"}),
         ("guided_json", {}),
@@ -170,7 +168,8 @@ FIELDS: list[str] = (
     "prompt messages text input_ids sampling_params model max_tokens max_completion_tokens temperature "
     "top_p top_k min_p n stop stop_token_ids seed presence_penalty frequency_penalty repetition_penalty "
     "logit_bias ignore_eos min_tokens stream stream_options speculative logprobs top_logprobs echo tools "
-    "response_format user skip_special_tokens tokens prompt_logprobs logprob_start_len return_logprob "
+    "tool_choice parallel_tool_calls chat_template_kwargs response_format user skip_special_tokens tokens "
+    " prompt_logprobs logprob_start_len return_logprob "
     "top_logprobs_num request_id rid"
 ).split()
 EXTREMES: dict[str, list[Any]] = {  # what is just about taken
@@ -194,6 +193,9 @@ EXTREMES: dict[str, list[Any]] = {  # what is just about taken
     "echo": [True, False],
     "prompt_logprobs": [0, 20],
     "logprob_start_len": [-1, 0, 2**31 - 1],
+    "tools": [[], [{"type": "function", "function": {"name": "now"}}]],
+    "tool_choice": ["none", "auto"],
+    "chat_template_kwargs": [{}, {"enable_thinking": False}],
     "speculative": [{"enabled": False}, {"num_draft_tokens": 1}, {"num_draft_tokens": 2**31 - 1}, {}],
 }
 

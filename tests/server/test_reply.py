@@ -39,7 +39,7 @@ def parser_of(form: ReplyForm) -> ReplyParser:
 def parse(form: ReplyForm, pieces: list[str]) -> ReplyParser:
     """The result of a stream, put together by its deltas alone as a client does."""
     parser, sum_of = parser_of(form), ReplyParser(form)
-    for delta in [*map(parser.push, pieces), parser.close()]:
+    for delta in [*map(parser.push, pieces), parser.push("", is_last=True)]:
         sum_of.reasoning += delta.reasoning
         sum_of.content += delta.content
         assert len({piece.index for piece in delta.calls}) == len(delta.calls)
@@ -174,7 +174,7 @@ def test_no_half_mark_is_ever_sent(name: str) -> None:
     text = "Let me see. " + write(name, [("get_weather", {"city": "Bern"}), ("now", {})])
     parser = parser_of(ReplyForm(calls=CALLS[name], tools=TOOLS))
     sent = ""
-    for delta in [*map(parser.push, text), parser.close()]:
+    for delta in [*map(parser.push, text), parser.push("", is_last=True)]:
         sent += delta.content
         assert "Let me see.".startswith(sent)
     assert sent == "Let me see."
@@ -303,5 +303,5 @@ def test_long_texts_of_beginnings_take_time_in_proportion() -> None:
     parser = parser_of(ReplyForm(calls=CALLS["qwen"], tools=TOOLS))
     for at in range(0, len(text), 7):
         parser.push(text[at : at + 7])
-    parser.close()
+    parser.push("", is_last=True)
     assert parser.content == text

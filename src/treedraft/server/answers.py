@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from treedraft.engine.request import Request, metrics_of
 from treedraft.server.async_engine import Generation, Increment
+from treedraft.server.reply.count import num_reasoning_tokens
+from treedraft.server.reply.parser import Call, Delta, ReplyForm, ReplyParser
 from treedraft.server.scores import by_token_id, echoed, finite, from_position, ranked
 from treedraft.server.tokens import TokenTexts
 
@@ -46,8 +48,8 @@ class Answer(Protocol):
     def first_chunks(self) -> list[dict[str, Any]]:
         """What a stream begins with."""
 
-    def chunk(self, increment: Increment) -> dict[str, Any]:
-        """What a stream sends for one increment."""
+    def chunk(self, increment: Increment) -> dict[str, Any] | None:
+        """What a stream sends for one increment; None: nothing."""
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """What a stream ends with."""
@@ -110,6 +112,17 @@ class _OpenAI(_Base):
 class ChatAnswer(_OpenAI):
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, *args: Any, form: ReplyForm = ReplyForm(), **options: Any):  # noqa: B008  frozen
+        """form: what the texts are read as."""
+        super().__init__(*args, **options)
+        self.form = form
+        self.replies = [ReplyParser(form) for _ in self.parts]
+        self._delta = Delta()
+
+    def add(self, increment: Increment) -> None:
+        super().add(increment)
+        self._delta = self.replies[increment.index].push(increment.text, increment.finish_reason is not None)
+
     def first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [
@@ -117,31 +130,50 @@ class ChatAnswer(_OpenAI):
             for i in range(len(self.parts))
         ]
 
-    def chunk(self, increment: Increment) -> dict[str, Any]:
-        delta = {"content": increment.text} if increment.text else {}
-        return self._chunk(
-            [
-                {
-                    "index": increment.index,
-                    "delta": delta,
-                    "logprobs": self._logprobs(increment),
-                    "finish_reason": increment.finish_reason,
-                }
-            ],
-            increment.trace,
-        )
+    def chunk(self, increment: Increment) -> dict[str, Any] | None:
+        logprobs, delta = self._logprobs(increment), self._delta
+        if delta.is_empty and logprobs is None and increment.trace is None and increment.finish_reason is None:
+            return None  # all of it is held back
+        choice = {
+            "index": increment.index,
+            "delta": _delta_as_json(delta),
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason(increment.index),
+        }
+        return self._chunk([choice], increment.trace)
 
     def whole(self) -> dict[str, Any]:
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": part.text, "refusal": None},
+                "message": self._message(self.replies[i]),
                 "logprobs": self._logprobs(part),
-                "finish_reason": part.finish_reason,
+                "finish_reason": self._finish_reason(i),
             }
             for i, part in enumerate(self.parts)
         ]
         return self._envelope(self.object_name, choices) | self._figures() | self._prompt_logprobs()
+
+    def _message(self, reply: ReplyParser) -> dict[str, Any]:
+        content = None if reply.calls and not reply.content else reply.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.form.reasoning is not None:
+            message["reasoning_content"] = reply.reasoning or None
+        if reply.calls:
+            message["tool_calls"] = [_call_as_json(call) for call in reply.calls]
+        return message
+
+    def _finish_reason(self, index: int) -> str | None:
+        reason = self.parts[index].finish_reason
+        return "tool_calls" if reason == "stop" and self.replies[index].calls else reason
+
+    def _figures(self) -> dict[str, Any]:
+        figures = super()._figures()
+        if self.form.reasoning is not None:
+            pairs = zip(self.requests, self.replies, strict=True)
+            counts = (num_reasoning_tokens(r, reply, self.form.reasoning) for r, reply in pairs)
+            figures["usage"]["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
+        return figures
 
     def _prompt_logprobs(self) -> dict[str, Any]:
         num_top = self.requests[0].params.prompt_logprobs
@@ -279,6 +311,24 @@ class GenerateAnswer(_Base):
         if self.logprob_start >= 0 and reason is not None:  # once: they may be longer than all else
             about |= from_position(request, self.logprob_start, self.tokens)
         return {"index": index, "text": part.text, "output_ids": part.token_ids, "meta_info": about}
+
+
+def _delta_as_json(delta: Delta) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
+    if delta.content:
+        fields["content"] = delta.content
+    if delta.calls:
+        fields["tool_calls"] = [{"index": piece.index} | _call_as_json(piece) for piece in delta.calls]
+    return fields
+
+
+def _call_as_json(call: Call) -> dict[str, Any]:
+    """A call, or a piece of one, which has neither id nor name."""
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def usage_of(requests: tuple[Request, ...]) -> dict[str, Any]:

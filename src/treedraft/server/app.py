@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from treedraft import __version__
-from treedraft.engine.request import Request as EngineRequest
 from treedraft.errors import RequestError
 from treedraft.llm import LLM
 from treedraft.server.answers import ChatAnswer, CompletionAnswer, GenerateAnswer
@@ -73,17 +72,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         engine.check_open()
         service.check_model(body.model)
 
-        def make_requests() -> list[EngineRequest]:
-            assert service.llm.config.max_context is not None
-            prompt = service.chat_prompt(body.conversation())
-            return service.make_requests([prompt], body.params(service.llm.config.max_context))[0]
-
-        requests = await service.in_thread(make_requests)
+        requests, form = await service.in_thread(service.make_chat, body)
         return await service.respond(
             request,
             service.new_id(request, "chatcmpl"),
             requests,
-            lambda request_id, g: ChatAnswer(request_id, g, service.tokens, name, body.include_usage),
+            lambda request_id, g: ChatAnswer(request_id, g, service.tokens, name, body.include_usage, form=form),
             body.stream,
             body.treedraft.trace,
         )

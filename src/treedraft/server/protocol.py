@@ -6,6 +6,7 @@ silence would let a client believe that its setting has an effect.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -17,6 +18,7 @@ INT32_MAX = 2**31 - 1
 MAX_CHOICES = 128  # choices of one body, over all its prompts
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
+MAX_TOOLS = 128  # of one body, or calls of one message
 MIN_TEMPERATURE = 1e-3  # below, quotients of float32 logits lose what tells two tokens apart; 0 is greedy
 
 
@@ -114,8 +116,6 @@ class _Sampling(Body):
 
 # Known elsewhere, not supported here; and the values of it that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -151,7 +151,6 @@ class _OpenAIBody(_Sampling):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    parallel_tool_calls: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -218,23 +217,95 @@ class TextPart(Body):
     text: Text
 
 
+class CalledFunction(Body):
+    name: Text
+    arguments: Text = ""
+
+
+class MessageCall(Body):
+    """A call that the assistant made earlier."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Int | None = None  # of a stream's call, as clients keep it
+
+    def as_template_input(self) -> dict[str, Any]:
+        """Arguments as an object, where they are one: templates that want text are given it by `LLM`."""
+        arguments: Any = self.function.arguments or "{}"
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            pass  # the model's own mistake, which it may see
+        about = {"id": self.id} if self.id is not None else {}
+        return {**about, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Body):
     """One message. Fields that a client's own library returned as null are ignored."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
     name: Text | None = None
+    reasoning_content: Text | None = None  # what the assistant thought
+    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_TOOLS)] = []
+    tool_call_id: Text | None = None
+    refusal: Text | None = None
+    annotations: list[Any] = []
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_calls(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (data.get("role") in ("tool", "function") or data.get("tool_calls")):
-            raise ValueError("tool calls are not supported by this server yet")
-        return data
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise ValueError("tool_calls and reasoning_content belong to messages of the assistant")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id belongs to each message of role tool, and to no other")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs content, or tool_calls")
+        return self
 
-    def as_template_input(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content}
+    def as_template_input(self, absent_content: str | None = "") -> dict[str, Any]:
+        """absent_content: stands for the content of a message of calls alone."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        message: dict[str, Any] = {"role": self.role, "content": absent_content if content is None else content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
+        named = {n: getattr(self, n) for n in ("name", "reasoning_content", "tool_call_id")}
+        return message | {n: value for n, value in named.items() if value is not None}
+
+
+class Function(Body):
+    name: Annotated[Text, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None  # JSON schema of an object; None: there are none
+    strict: Bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Function:
+        try:
+            json.dumps(self.parameters, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise ValueError("parameters must be a JSON schema, not too deep, of Unicode text") from error
+        return self
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def as_template_input(self) -> dict[str, Any]:
+        fields = {name: getattr(self.function, name) for name in ("name", "description", "parameters", "strict")}
+        return {"type": self.type, "function": {name: v for name, v in fields.items() if v is not None}}
+
+
+class NamedFunction(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    function: NamedFunction
 
 
 class ChatBody(_OpenAIBody):
@@ -244,15 +315,43 @@ class ChatBody(_OpenAIBody):
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     logprobs: Bool = False
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: Bool = True
+    chat_template_kwargs: dict[Text, Text | Bool | Int | Float] = {}  # the template's own variables
 
     @model_validator(mode="after")
     def _check(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: true")
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools must have different names")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice required needs tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is none of the tools")
         return self
 
-    def conversation(self) -> list[dict[str, str]]:
-        return [message.as_template_input() for message in self.messages]
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that may be called."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be calls, and nothing else."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def max_calls(self) -> int | None:
+        is_one = not self.parallel_tool_calls or isinstance(self.tool_choice, NamedTool)
+        return 1 if is_one else None
+
+    def conversation(self, absent_content: str | None = "") -> list[dict[str, Any]]:
+        return [message.as_template_input(absent_content) for message in self.messages]
 
     def params(self, max_context: int) -> SamplingParams:
         """Without a limit in the body, the answer ends where the context does."""

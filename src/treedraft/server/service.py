@@ -14,12 +14,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from treedraft.engine.request import Request as EngineRequest
+from treedraft.engine.text import TextStream
 from treedraft.errors import RequestError
 from treedraft.server.answers import Answer
 from treedraft.server.async_engine import AsyncEngine, Generation
 from treedraft.server.guards import error_body, error_response
+from treedraft.server.protocol import ChatBody
+from treedraft.server.reply.forced import NO_ARGUMENTS, forced_schema
+from treedraft.server.reply.formats import LISTED, call_format, reasoning_format
+from treedraft.server.reply.parser import ReplyForm
 from treedraft.server.sse import DONE, ClientGone, EventStream, event, while_connected
-from treedraft.server.tokens import TokenTexts
+from treedraft.server.tokens import TokenTexts, with_marks
 from treedraft.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +43,8 @@ class ServerSettings:
     api_key: str | None = None  # None: everyone is let in
     max_body_bytes: int = 4 * 2**20  # larger bodies get 413
     request_timeout_s: float = 600.0  # from arrival to the end; then the request is aborted
+    tool_call_parser: str | None = None  # how the model writes calls, see server.reply.formats; None: no tools
+    reasoning_parser: str | None = None  # how the model writes thoughts; None: they are content
 
 
 class ModelNotFound(Exception):
@@ -52,6 +59,12 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.tokens = TokenTexts(llm.tokenizer)
+        self.calls = call_format(settings.tool_call_parser)
+        self.reasoning = reasoning_format(settings.reasoning_parser)
+        marks = self.calls.marks if self.calls is not None else ()
+        if self.reasoning is not None:
+            marks += (self.reasoning.begin, self.reasoning.end, *self.reasoning.ends_before)
+        self._chat_tokenizer = with_marks(llm.tokenizer, marks)
         self.generations: dict[str, Generation] = {}  # being answered, by the id that clients know
         # One thread: long prompts do not stop the event loop, and request numbers are given out one by one.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="treedraft-encoder")
@@ -76,11 +89,59 @@ class Service:
             every.append(token_ids)
         return requests, every
 
-    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation. Raises RequestError."""
+    def chat_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation; variables: of the template. Raises RequestError."""
         if not getattr(self.llm.tokenizer, "chat_template", None):
             raise RequestError("this checkpoint has no chat template; use /v1/completions with a prompt of your own")
-        return self.llm._encode_chat(messages)
+        return self.llm._encode_chat(messages, tools, variables)
+
+    def make_chat(self, body: ChatBody) -> tuple[list[EngineRequest], ReplyForm]:
+        """Return the checked requests of a chat, and what their texts are read as. Raises RequestError."""
+        assert self.llm.config.max_context is not None
+        if body.offered_tools and self.calls is None:
+            raise RequestError("tools need a server that was started with --tool-call-parser")
+        absent_content = "" if self.calls is None else self.calls.absent_content
+        tools = [tool.as_template_input() for tool in body.offered_tools]
+        prompt = self.chat_prompt(body.conversation(absent_content), tools, body.chat_template_kwargs)
+        form, params = self._reply_form(body, prompt), body.params(self.llm.config.max_context)
+        if body.must_call:
+            params = self.force_calls(params, forced_schema(form.tools, form.max_calls))
+        requests, _ = self.make_requests([prompt], params)
+        for request in requests:
+            request.text = TextStream(self._chat_tokenizer, params.stop)
+        return requests, form
+
+    def _reply_form(self, body: ChatBody, prompt: list[int]) -> ReplyForm:
+        functions = [tool.function for tool in body.offered_tools]
+        tools = {f.name: NO_ARGUMENTS if f.parameters is None else f.parameters for f in functions}
+        if body.must_call:  # the text is a list from its first character on, see force_calls
+            return ReplyForm(calls=LISTED, tools=tools, max_calls=body.max_calls)
+        return ReplyForm(
+            reasoning=self.reasoning,
+            is_thinking=self.reasoning is not None and self._ends_with(prompt, self.reasoning.begin),
+            calls=self.calls if tools else None,
+            tools=tools,
+            max_calls=body.max_calls,
+        )
+
+    def _ends_with(self, prompt: list[int], mark: str) -> bool:
+        """Whether the template wrote the mark itself."""
+        text = self.llm.tokenizer.decode(prompt[-2 * len(mark) :], skip_special_tokens=False)
+        return text.rstrip().endswith(mark)
+
+    def force_calls(self, params: SamplingParams, schema: dict[str, Any]) -> SamplingParams:
+        """Parameters under which the text is a JSON document of the schema. Raises RequestError where that cannot be.
+
+        The place where structured output is to be set: a schema of `server.reply.forced`.
+        """
+        raise RequestError(
+            "tool_choice must be none or auto: a call cannot be forced, since this server has no structured output yet"
+        )
 
     # ------------------------------------------------------------------ answering
 
@@ -137,7 +198,9 @@ class Service:
                     break
                 answer.add(increment)
                 if increment.text or increment.logprobs or increment.finish_reason:
-                    yield event(answer.chunk(increment))
+                    chunk = answer.chunk(increment)
+                    if chunk is not None:
+                        yield event(chunk)
             else:
                 for chunk in answer.last_chunks():
                     yield event(chunk)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class ReplyParser:
     def __init__(self, form: ReplyForm, new_id: Callable[[], str] = random_id):
         self.reasoning = ""
         self.content = ""
+        self.has_thoughts = False
         self.calls: list[Call] = []
         self._form, self._new_id = form, new_id
         self._reader = Reader()
@@ -69,24 +70,14 @@ class ReplyParser:
         self._space = ""  # white space that may turn out to stand before a mark
         self._is_behind_mark = False
         self._num_calls = 0  # those that are dropped among them
-        self._steps: Generator[None, None, None] | None = self._read()
+        self.thoughts_end: int | None = None  # characters of the text up to the mark behind thoughts, and with it
+        self._steps = self._read()
 
-    def push(self, text: str) -> Delta:
-        """Take a piece of text, and return what it added."""
+    def push(self, text: str, is_last: bool = False) -> Delta:
+        """Take a piece of text, and return what it added. is_last: nothing is held back any more."""
         self._reader.text += text
-        if self._steps is not None and text:
-            next(self._steps, None)
-        return self._take_delta()
-
-    def close(self) -> Delta:
-        """End the text, and return what was held back."""
-        self._reader.is_closed = True
-        for _ in self._steps or ():
-            pass
-        self._steps = None
-        return self._take_delta()
-
-    def _take_delta(self) -> Delta:
+        self._reader.is_closed = is_last
+        next(self._steps, None)
         delta, self._delta = self._delta, Delta()
         self.reasoning += delta.reasoning
         self.content += delta.content
@@ -175,8 +166,10 @@ class ReplyParser:
             self._reader.at = start
             return
         self._mark()
-        yield from self._text_until((marks.end, *marks.ends_before), is_reasoning=True)
-        yield from self._reader.take(marks.end)
+        self.has_thoughts = True
+        if (yield from self._text_until((marks.end, *marks.ends_before), is_reasoning=True)):
+            yield from self._reader.take(marks.end)
+            self.thoughts_end = self._reader.at
         self._mark()
 
     def _content_and_calls(self, form: CallFormat) -> Steps[None]:
