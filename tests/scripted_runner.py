@@ -11,6 +11,8 @@ from typing import Any
 from treedraft import LLM
 from treedraft.types import RowResult, StepPlan, StepResult
 
+MOST_TOKENS = 8  # of a round
+
 
 class ScriptedRunner:
     """Replaces what every request says by `script`, a random number of tokens in each round.
@@ -18,9 +20,8 @@ class ScriptedRunner:
     The KV is then that of another text, so its engine should keep no prefix cache.
     """
 
-    def __init__(self, runner: Any, max_path: int):
-        """max_path: tokens that a round may give."""
-        self.runner, self.max_path = runner, max_path
+    def __init__(self, runner: Any):
+        self.runner = runner
         self.script: list[int] | None = None  # None: the model's own tokens
         self._num_said: dict[int, int] = {}
         self._rng = random.Random(1)
@@ -37,7 +38,7 @@ class ScriptedRunner:
         if not row.token_ids:
             return row
         start = self._num_said.get(row.request_id, 0)
-        num_tokens = self._rng.randrange(1, self.max_path + 1) if row.is_round else 1
+        num_tokens = self._rng.randrange(1, MOST_TOKENS + 1) if row.is_round else 1
         token_ids = tuple(self.script[start : start + num_tokens]) or (self.script[-1],)
         self._num_said[row.request_id] = start + num_tokens
         if row.logprobs is None or row.top_logprobs is None:
@@ -49,8 +50,7 @@ class ScriptedRunner:
 @contextmanager
 def scripted(llm: LLM) -> Iterator[ScriptedRunner]:
     runner = llm.engine.runner
-    tree = llm.config.speculative
-    llm.engine.runner = ScriptedRunner(runner, 1 if tree is None else tree.max_path)
+    llm.engine.runner = ScriptedRunner(runner)
     try:
         yield llm.engine.runner
     finally:

@@ -12,8 +12,10 @@ from test_reply import write
 
 from live_server import Live, live_server
 from scripted_runner import ScriptedRunner, scripted
-from treedraft import LLM, SamplingParams, SpeculativeConfig
+from treedraft import LLM, SamplingParams
+from treedraft.server.reply.forced import NO_ARGUMENTS, forced_schema
 from treedraft.server.reply.formats import CALLS
+from treedraft.server.service import Service
 
 USER: dict[str, Any] = {"role": "user", "content": "What is the weather in Bern?"}
 TOOLS: list[Any] = [
@@ -81,8 +83,7 @@ def told(llm: LLM, **settings: Any) -> Iterator[Told]:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    tree = SpeculativeConfig(num_steps=5, topk=1, num_draft_tokens=6)
-    return LLM("demo", device="cpu", max_batch=4, max_context=1024, prefix_cache=False, speculative=tree)
+    return LLM("demo", device="cpu", max_batch=4, max_context=1024, prefix_cache=False, speculative=None)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +192,48 @@ def test_stop_strings_end_the_text_before_it_is_read(qwen: Told) -> None:
     [choice] = qwen.chat(stop="</tool_call>").choices
     assert [c.function.name for c in choice.message.tool_calls] == ["get_weather"]
     assert choice.finish_reason == "tool_calls"
+
+
+def test_forced_calls_are_read_from_a_list_whatever_the_format(
+    llm: LLM, template: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What structured output makes of `forced_schema`, here told."""
+    schemas = []
+
+    def force(self: Any, params: SamplingParams, schema: dict[str, Any]) -> SamplingParams:
+        schemas.append(schema)
+        return params
+
+    monkeypatch.setattr(Service, "force_calls", force)
+    with told(llm, tool_call_parser="glm45", reasoning_parser="glm45") as server:
+        server.says(write("listed", MADE))
+        thinking: Any = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+        [choice] = server.chat(tool_choice="required", **thinking).choices
+        given = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
+        assert given == MADE and choice.message.content is None and choice.finish_reason == "tool_calls"
+        server.says(write("listed", MADE[1:]))
+        streamed = server.stream(tool_choice={"type": "function", "function": {"name": "now"}})
+        assert streamed["tool_calls"] == [["now", "{}"]] and streamed["content"] == ""
+    assert "maxItems" not in schemas[0] and len(schemas[0]["items"]["anyOf"]) == 2
+    assert schemas[1]["maxItems"] == 1 and schemas[1]["items"]["properties"]["name"] == {"const": "now"}
+
+
+def test_forced_schema_keeps_references_of_each_tool_right() -> None:
+    node: dict[str, Any] = {
+        "properties": {"next": {"$ref": "#"}, "at": {"$ref": "#/$defs/place"}},
+        "$defs": {"place": {"type": "string"}},
+    }
+    schema = forced_schema({"a.b": node, "now": NO_ARGUMENTS})
+    moved = schema["$defs"]["a.b"]
+    assert moved["properties"]["next"]["$ref"] == "#/$defs/a.b"
+    assert moved["properties"]["at"]["$ref"] == "#/$defs/a.b/$defs/place"
+    assert moved["type"] == "object" and node["properties"]["next"] == {"$ref": "#"}  # the tool's own is as it was
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
+    good = {"name": "a.b", "parameters": {"next": {"at": "x", "next": {}}}}
+    assert validator.is_valid([good, {"name": "now", "parameters": {}}])
+    for bad in ([], [{"name": "other", "parameters": {}}], [{"name": "now", "parameters": {"a": 1}}]):
+        assert not validator.is_valid(bad)
+    assert not validator.is_valid([{"name": "a.b", "parameters": {"next": {"at": 1}}}])
 
 
 # ------------------------------------------------------------------ the prompt

@@ -30,7 +30,8 @@ def score_prompts(
     rows: tuple[PrefillRow, ...], batch: PrefillBatch, hidden: Tensor, model: DeepseekModel
 ) -> Scores | None:
     """Score what the rows of a prefill ask for; None where they ask for nothing. hidden [T, H]: states of all rows."""
-    wanted, offset = [], 0
+    wanted: list[int] = []
+    offset = 0
     for row in rows:
         first, end = row.scored
         wanted += range(offset + first - row.start, offset + end - row.start)

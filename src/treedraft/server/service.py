@@ -131,6 +131,7 @@ class Service:
 
     def _ends_with(self, prompt: list[int], mark: str) -> bool:
         """Whether the template wrote the mark itself."""
+        assert self.llm.tokenizer is not None  # it has a chat template
         text = self.llm.tokenizer.decode(prompt[-2 * len(mark) :], skip_special_tokens=False)
         return text.rstrip().endswith(mark)
 
@@ -198,9 +199,9 @@ class Service:
                     break
                 answer.add(increment)
                 if increment.text or increment.logprobs or increment.finish_reason:
-                    chunk = answer.chunk(increment)
-                    if chunk is not None:
-                        yield event(chunk)
+                    made = answer.chunk(increment)
+                    if made is not None:
+                        yield event(made)
             else:
                 for chunk in answer.last_chunks():
                     yield event(chunk)
