@@ -180,7 +180,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         is_list = isinstance(messages, list | tuple) and len(messages) > 0
-        if not is_list or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages):
+        if not is_list or not all(map(_is_message, messages)):
             raise RequestError(
                 f"a conversation is a list of {{'role': ..., 'content': ...}} messages; got {messages!r}"
             )
@@ -256,6 +256,10 @@ class LLM:
             metrics=metrics_of(requests),
             prompt_logprobs=None if requests[0].params.prompt_logprobs is None else requests[0].whole_prompt_logprobs(),
         )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and "role" in message and bool({"content", "tool_calls"} & set(message))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

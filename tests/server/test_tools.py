@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from test_bad_bodies import send_random_bodies
 from test_reply import write
 
 from live_server import Live, live_server
@@ -309,6 +310,12 @@ def test_schemas_that_are_no_text_or_too_deep_are_refused(qwen: Told) -> None:
         content = json.dumps({**BASE, "tools": [tool], "max_tokens": 1})
         answer = qwen.http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
         assert answer.status_code in (200, 400), answer.text
+
+
+def test_random_bodies_leave_a_server_with_parsers_right(qwen: Told) -> None:
+    qwen.says("<think>a</think>" + write("qwen", MADE[1:]))
+    counts = send_random_bodies(qwen.live, 150, seed=5)
+    assert counts[200] > 10 and counts[400] > 30, counts
 
 
 def test_tools_without_a_parser_are_refused(live: Live) -> None:
