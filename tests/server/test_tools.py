@@ -309,7 +309,16 @@ def test_schemas_that_are_no_text_or_too_deep_are_refused(qwen: Told) -> None:
         tool = {"type": "function", "function": {"name": "a", "parameters": schema}}
         content = json.dumps({**BASE, "tools": [tool], "max_tokens": 1})
         answer = qwen.http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
-        assert answer.status_code in (200, 400), answer.text
+        assert answer.status_code == 400 and "64 levels deep" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "5", '{"a": "\\ud800"}', '{"a":' * 900 + "1" + "}" * 900])
+def test_earlier_calls_with_any_arguments_reach_the_template(qwen: Told, template: None, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+    content = json.dumps({**BASE, "messages": messages, "max_tokens": 1})
+    answer = qwen.http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400), answer.text
 
 
 def test_random_bodies_leave_a_server_with_parsers_right(qwen: Told) -> None:

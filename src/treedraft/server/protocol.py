@@ -7,6 +7,7 @@ silence would let a client believe that its setting has an effect.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -18,6 +19,7 @@ INT32_MAX = 2**31 - 1
 MAX_CHOICES = 128  # choices of one body, over all its prompts
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
+MAX_DEPTH = 64  # of a tool's schema, and of the arguments of a call
 MAX_TOOLS = 128  # of one body, or calls of one message
 MIN_TEMPERATURE = 1e-3  # below, quotients of float32 logits lose what tells two tokens apart; 0 is greedy
 
@@ -217,6 +219,18 @@ class TextPart(Body):
     text: Text
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
+    """Whether a JSON value is no deeper than that, and its texts are Unicode: then a template can write it."""
+    if isinstance(value, dict):
+        return depth > 0 and all(_is_plain(x, depth - 1) for pair in value.items() for x in pair)
+    if isinstance(value, list):
+        return depth > 0 and all(_is_plain(x, depth - 1) for x in value)
+    return not isinstance(value, str) or not _SURROGATE.search(value)
+
+
 class CalledFunction(Body):
     name: Text
     arguments: Text = ""
@@ -234,9 +248,11 @@ class MessageCall(Body):
         """Arguments as an object, where they are one: templates that want text are given it by `LLM`."""
         arguments: Any = self.function.arguments or "{}"
         try:
-            arguments = json.loads(arguments)
+            parsed = json.loads(arguments)
         except (ValueError, RecursionError):
-            pass  # the model's own mistake, which it may see
+            parsed = None
+        if isinstance(parsed, dict) and _is_plain(parsed):  # else the model's own mistake, which it may see
+            arguments = parsed
         about = {"id": self.id} if self.id is not None else {}
         return {**about, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -283,10 +299,8 @@ class Function(Body):
 
     @model_validator(mode="after")
     def _check(self) -> Function:
-        try:
-            json.dumps(self.parameters, ensure_ascii=False, allow_nan=False).encode()
-        except (ValueError, RecursionError) as error:
-            raise ValueError("parameters must be a JSON schema, not too deep, of Unicode text") from error
+        if self.parameters is not None and not _is_plain(self.parameters):
+            raise ValueError(f"parameters must be a JSON schema of Unicode text, at most {MAX_DEPTH} levels deep")
         return self
 
 
