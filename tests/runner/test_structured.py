@@ -291,7 +291,7 @@ def check_documents(llm: LLM, count: int) -> int:
     """Generate documents of all schemas in turn, half sampled, beside unconstrained requests; count the valid ones."""
     schemas = [BOUNDED[i % len(BOUNDED)] for i in range(count)]
     params = [
-        SamplingParams(temperature=(i + i // len(BOUNDED)) % 2, seed=i, max_tokens=160, structured=schema)
+        SamplingParams(temperature=(i + i // len(BOUNDED)) % 2, seed=i, max_tokens=400, structured=schema)
         for i, schema in enumerate(schemas)
     ]
     prompts = [f"{PROSE[i % len(PROSE)]} ({i})" for i in range(count)]

@@ -67,8 +67,6 @@ def test_value_out_of_range_is_refused_and_named(live: Live, field: str, value: 
     [
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a"}),
         ("guided_json", {}),
         ("prompt_logprobs", 1),
         ("reasoning_effort", "low"),
@@ -172,7 +170,8 @@ FIELDS: list[str] = (
     "prompt messages text input_ids sampling_params model max_tokens max_completion_tokens temperature "
     "top_p top_k min_p n stop stop_token_ids seed presence_penalty frequency_penalty repetition_penalty "
     "logit_bias ignore_eos min_tokens stream stream_options speculative logprobs top_logprobs echo tools "
-    "response_format user skip_special_tokens tokens return_logprob top_logprobs_num request_id rid"
+    "response_format user skip_special_tokens tokens return_logprob top_logprobs_num request_id rid "
+    "structured_outputs json_schema regex ebnf"
 ).split()
 EXTREMES: dict[str, list[Any]] = {  # what is just about taken
     "temperature": [0, 0.001, 1, 100],

@@ -43,6 +43,7 @@ class Request:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    is_at_fault: bool = False  # the error is the request's own
     num_rounds: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
     started_s: float = 0.0
@@ -83,7 +84,7 @@ class Request:
     ) -> None:
         """Take a step's tokens up to the first one that ends the request (class 17: stop inside an accepted run)."""
         if self.grammar is not None and self.grammar.error is not None:  # it gave no masks for these tokens
-            return self.finish("error", f"request {self.request_id}: the grammar failed: {self.grammar.error}")
+            return self._fail_grammar(self.grammar.error)
         output, stops, push = self.output_token_ids, self.stop_token_ids, self.text.push
         for i, token_id in enumerate(token_ids):
             output.append(token_id)
@@ -106,10 +107,15 @@ class Request:
         """True when this ended the request: as its text is complete, however early, nothing may follow."""
         grammar.advance(token_id)
         if grammar.error is not None:
-            self.finish("error", f"request {self.request_id}: the grammar failed: {grammar.error}")
+            self._fail_grammar(grammar.error)
         elif grammar.is_finished:
             self.finish("stop")
         return self.is_finished
+
+    def _fail_grammar(self, error: str) -> None:
+        """Its text turned out to be too complex."""
+        self.is_at_fault = True
+        self.finish("error", f"request {self.request_id}: the grammar failed: {error}")
 
     def count_round(self, num_accepted: int) -> None:
         """Record one verify round that accepted drafts down to depth `num_accepted`."""

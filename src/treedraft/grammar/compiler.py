@@ -19,7 +19,7 @@ from treedraft.types import StructuredOutput
 MAX_CHARACTERS = 1 << 16  # of a schema, regex or grammar; 5,000 properties, half of it more, compile in 2 s
 MAX_COMPILE_S = 10.0  # the library's own limits end nearly all before 2 s
 STACK_BYTES = 1 << 28  # rules that name each other are followed by recursion: 5,000 of them overflow 8 MiB
-MAX_CACHED = 128  # compiled grammars
+MAX_CACHED = 128  # compiled grammars, and refused ones
 MAX_LEXER_STATES = 20_000  # of a grammar, 1 to 2 kB each; its users share them
 TRIAL_TOKENS = 32  # of a random text, which shows what is too complex before the engine's thread meets it
 
@@ -49,20 +49,37 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None  # made when it is first needed: up to a second
-        self._compiled: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled: OrderedDict[StructuredOutput, CompiledGrammar | RequestError] = OrderedDict()
+        self._compiling = threading.Lock()  # one at a time: its memory is bounded, and it has a processor
+        self._lock = threading.Lock()  # of `_compiled`
 
     def compile(self, structured: StructuredOutput) -> CompiledGrammar:
         """Return the compiled grammar. Raises RequestError with what is wrong with it, after MAX_COMPILE_S at most."""
+        self._check_size(structured)
+        found = self.find(structured)
+        if found is None:
+            with self._compiling:
+                found = self.find(structured) or self._outcome(structured)
+            with self._lock:
+                self._compiled[structured] = found
+                if len(self._compiled) > MAX_CACHED:
+                    self._compiled.popitem(last=False)
+        if isinstance(found, RequestError):
+            raise RequestError(str(found))
+        return found
+
+    def find(self, structured: StructuredOutput) -> CompiledGrammar | RequestError | None:
+        """What compiling it gave; None where it was not compiled yet, or long ago. Never waits for a compilation."""
         with self._lock:
-            found = self._compiled.pop(structured, None)
-            if found is None:
-                self._check_size(structured)
-                found = _in_large_stack(lambda: self._compile(structured))
-            self._compiled[structured] = found
-            while len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
-            return found
+            if structured in self._compiled:
+                self._compiled.move_to_end(structured)
+            return self._compiled.get(structured)
+
+    def _outcome(self, structured: StructuredOutput) -> CompiledGrammar | RequestError:
+        try:
+            return _in_large_stack(lambda: self._compile(structured))
+        except RequestError as error:
+            return error.with_traceback(None)
 
     def _check_size(self, structured: StructuredOutput) -> None:
         texts = (structured.json_schema, structured.regex, structured.grammar, *(structured.choice or ()))

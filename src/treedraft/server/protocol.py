@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from treedraft.errors import RequestError
+from treedraft.server.structured import StructuredFields
 from treedraft.types import SamplingParams
 
 INT32_MAX = 2**31 - 1
@@ -63,7 +64,7 @@ class Tracing(Body):
     trace: Bool = False  # each chunk's rounds, see server.pages.rounds
 
 
-class _Sampling(Body):
+class _Sampling(Body, StructuredFields):
     """Fields that every kind of generation has."""
 
     temperature: Annotated[Float, Field(ge=0, le=100)] = 1.0
@@ -106,6 +107,7 @@ class _Sampling(Body):
             min_tokens=self.min_tokens,
             logprobs=logprobs,
             num_draft_tokens=speculative.num_draft_tokens if speculative.enabled else 1,
+            structured=self.structured(),
         )
 
 
@@ -115,15 +117,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_grammar": (),
     "guided_choice": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "prompt_logprobs": (),
     "suffix": ("",),
     "modalities": (["text"],),

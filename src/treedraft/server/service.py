@@ -16,11 +16,11 @@ from starlette.responses import JSONResponse, Response
 from treedraft.engine.request import Request as EngineRequest
 from treedraft.errors import RequestError
 from treedraft.server.answers import Answer
-from treedraft.server.async_engine import AsyncEngine, Generation
+from treedraft.server.async_engine import AsyncEngine, Generation, Increment
 from treedraft.server.guards import error_body, error_response
 from treedraft.server.sse import DONE, ClientGone, EventStream, event, while_connected
 from treedraft.server.tokens import TokenTexts
-from treedraft.types import SamplingParams
+from treedraft.types import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from treedraft.llm import LLM
@@ -55,10 +55,18 @@ class Service:
         self.generations: dict[str, Generation] = {}  # being answered, by the id that clients know
         # One thread: long prompts do not stop the event loop, and request numbers are given out one by one.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="treedraft-encoder")
+        # Another one: a grammar may take seconds, and no prompt waits for that of another request.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="treedraft-compiler")
 
     async def in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run tokenizer work beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
+
+    async def compile(self, structured: StructuredOutput | None) -> None:
+        """Compile what a request will need, beside the event loop. Raises RequestError."""
+        if structured is not None and self.llm.grammars.find(structured) is None:
+            compile_now = self.llm.grammars.compile
+            await asyncio.get_running_loop().run_in_executor(self._compiler, compile_now, structured)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model_name:
@@ -120,7 +128,7 @@ class Service:
         try:
             async for increment in generation.increments(self.settings.request_timeout_s):
                 if increment.finish_reason == "error":
-                    return error_response(500, increment.error or "unknown", "server_error")
+                    return error_response(*_failure(increment))
                 answer.add(increment)
         except TimeoutError:
             return error_response(504, self._timeout_message, "timeout_error")
@@ -133,7 +141,7 @@ class Service:
         try:
             async for increment in generation.increments(self.settings.request_timeout_s):
                 if increment.finish_reason == "error":
-                    yield event(error_body(increment.error or "unknown", "server_error"))
+                    yield event(error_body(*_failure(increment)[1:]))
                     break
                 answer.add(increment)
                 if increment.text or increment.logprobs or increment.finish_reason:
@@ -150,4 +158,11 @@ class Service:
         return f"not finished within {self.settings.request_timeout_s:g} s, and aborted"
 
     def close(self) -> None:
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._encoder, self._compiler):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _failure(increment: Increment) -> tuple[int, str, str]:
+    """Status, message and type of a request that ended with an error."""
+    status, kind = (400, "invalid_request_error") if increment.is_at_fault else (500, "server_error")
+    return status, increment.error or "unknown", kind
