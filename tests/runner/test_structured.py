@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tiny_tokenizer import write_tokenizer
 from treedraft import LLM, RequestError, RequestOutput, SamplingParams, SpeculativeConfig, StructuredOutput
 from treedraft.grammar.compiler import grammar_text
 from treedraft.grammar.state import GrammarState
+from treedraft.runner.round import Target
 
 SMALL = StructuredOutput(
     json_schema={
@@ -178,6 +179,30 @@ def test_preempted_requests_go_on_in_their_grammar(expected: list[tuple[Any, ...
     llm = make_llm(pair, kv_memory_bytes=36 * 3 * 4 * 10 * 8, max_pending=1)
     assert facts(llm.generate(PROMPTS, MIXED, progress=False)) == expected
     assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_static_seam_copies_out_before_the_target_runs_and_in_before_sampling(pair: dict[str, str]) -> None:
+    """On a GPU both are between graphs; the host waits for the tree alone while the target runs."""
+    llm, order, usual = make_llm(pair, cuda_graph="eager"), [], Target.verify
+    graphs, target = llm.runner.graphs, llm.runner.target
+    assert graphs is not None and graphs.seam is not None
+
+    def at_host(step: Callable[[], None]) -> None:
+        order.append("host")
+        step()
+
+    def verify(self: Target, *arguments: Any) -> Any:
+        order.append("target")
+        return usual(self, *arguments)
+
+    graphs.seam.at_host = at_host
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(target), "verify", verify)
+        llm.generate(["abc"], SamplingParams(temperature=0, max_tokens=4, structured=SMALL), progress=False)
+        assert len(order) >= 3 and order == ["host", "target", "host"] * (len(order) // 3)
+        order.clear()
+        llm.generate(["abc"], SamplingParams(temperature=0, max_tokens=4), progress=False)
+        assert set(order) == {"target"}
 
 
 def test_max_tokens_ends_an_unfinished_document_with_length(tree: LLM) -> None:
