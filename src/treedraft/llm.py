@@ -17,6 +17,7 @@ from treedraft.engine.scheduler import Scheduler
 from treedraft.engine.shapes import ShapeChooser
 from treedraft.engine.text import TextStream
 from treedraft.errors import RequestError
+from treedraft.grammar.compiler import GrammarCompiler
 from treedraft.runner.build import build
 from treedraft.speculative.noise import noise_key
 from treedraft.speculative.sampling import MAX_STOP_IDS
@@ -91,6 +92,7 @@ class LLM:
         self.config, self.runner, self.notes = built.config, built.runner, built.notes
         self.vocab_size, self.eos_token_ids = built.vocab_size, built.eos_token_ids
         self.tokenizer = load_tokenizer(resolve_folder(config.model, files=METADATA_FILES))
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
         runner = built.runner if zones is None else zones.watch(built)
         tree = self.config.speculative
         chooser = ShapeChooser(offered_shapes(tree), built.round_times) if tree is not None and tree.auto else None
@@ -194,6 +196,7 @@ class LLM:
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(self.eos_token_ids))
         self._check(token_ids, params, stop_ids)
+        grammar = None if params.structured is None else self.grammars.compile(params.structured)
         assert self.config.max_context is not None
         number, self._next_id = self._next_id, self._next_id + params.n
         seed = params.seed if params.seed is not None else noise_key(self.config.seed, number + 1)
@@ -207,6 +210,7 @@ class LLM:
                 stop_token_ids=stop_ids,
                 max_len=min(len(token_ids) + params.max_tokens, self.config.max_context),
                 text=TextStream(self.tokenizer, params.stop),
+                grammar=None if grammar is None else grammar.start(params.min_tokens, stop_ids),
             )
             for choice in range(params.n)
         ]

@@ -1,21 +1,84 @@
 """The dataclasses that cross a package boundary.
 
-Host side (plain Python, no torch): SamplingParams, StepPlan, StepResult, RequestOutput.
+Host side (plain Python, no torch): StructuredOutput, SamplingParams, StepPlan, StepResult, RequestOutput.
 Device side (tensors): TreeRows, ModelOutput, DraftTree, Accepted.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from treedraft.errors import RequestError
 
 if TYPE_CHECKING:
+    from numpy import int32
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
 # ---------------------------------------------------------------- host side
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What a text must be, all of it: exactly one of the fields is set. It is compiled by treedraft.grammar.
+
+    >>> StructuredOutput(json_schema={"type": "object", "properties": {"age": {"type": "integer"}}})
+    """
+
+    json_schema: str | dict[str, Any] | None = None  # a JSON document that the schema accepts; kept as text
+    regex: str | None = None  # a full match, in the syntax of Rust's regex crate
+    grammar: str | None = None  # Lark, or EBNF as llama.cpp's: root ::= "yes" | "no"
+    choice: tuple[str, ...] | None = None  # one of these texts
+    json_object: bool = False  # any JSON object
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json_schema", "regex", "grammar", "choice") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise RequestError(
+                "structured output needs one of json_schema, regex, grammar, choice and json_object; "
+                f"got {', '.join(given) or 'none'}"
+            )
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, str), f"{name} must be a text", value)
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        if self.choice is not None:
+            is_texts = not isinstance(self.choice, str) and all(isinstance(c, str) for c in self.choice)
+            _require(is_texts and len(self.choice) > 0, "choice must be one or several texts", self.choice)
+            object.__setattr__(self, "choice", tuple(self.choice))
+
+
+def _schema_text(schema: object) -> str:
+    """A JSON schema as JSON text. Whether it is a schema is seen when it is compiled."""
+    if isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"json_schema must be JSON: {error}") from error
+
+
+class Grammar(Protocol):
+    """The grammar of one request's output, and how far that has come. Its one implementation: treedraft.grammar."""
+
+    is_finished: bool  # the text is complete: nothing may follow
+    error: str | None  # it can say nothing more: the request ends
+
+    def advance(self, token_id: int) -> None:
+        """Take the next token of the output."""
+
+    def fill_masks(self, token_ids: Sequence[int], parents: Sequence[int], masks: NDArray[int32]) -> None:
+        """Write which tokens may follow each node of a tree whose root is the output so far.
+
+        token_ids, parents: of the N nodes, parents before children; the root's token is taken already. masks [N, W]:
+        bit v & 31 of word v >> 5 is token v. All ones at a node that cannot be reached. Never raises: sets `error`.
+        """
 
 
 @dataclass(frozen=True)
@@ -40,6 +103,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; k: the token's own and the k best of the raw distribution
     prompt_logprobs: int | None = None  # the same of every prompt token but the first; with it max_tokens may be 0
     num_draft_tokens: int | None = None  # nodes of each round's tree, at most the engine's; 1: no speculation
+    structured: StructuredOutput | None = None  # what the text must be; None: anything
 
     def __post_init__(self) -> None:
         try:
@@ -91,6 +155,11 @@ class SamplingParams:
             "num_draft_tokens must be at least 1, or None for the engine's",
             self.num_draft_tokens,
         )
+        _require(
+            self.structured is None or isinstance(self.structured, StructuredOutput),
+            "structured must be a StructuredOutput",
+            self.structured,
+        )
 
 
 def _require(ok: bool, expected: str, given: object) -> None:
@@ -130,6 +199,7 @@ class PrefillRow:
     next_token: int | None = None
     is_last: bool = True  # rounds may follow: next_token is the sequence's root
     scored: tuple[int, int] = (0, 0)  # positions whose next prompt token's log-probability is wanted: first, and end
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +212,7 @@ class DecodeRow:
     node_limit: int  # nodes of the tree that may be used, root included: as many as its pages hold
     sampling: SamplingParams
     is_exact: bool = False  # no round is in flight: kv_len is max_kv_len
+    grammar: Grammar | None = None  # of its output up to the root
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,6 @@ def test_value_out_of_range_is_refused_and_named(live: Live, field: str, value: 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a"}),
         ("guided_json", {}),
         ("reasoning_effort", "low"),
     ],
@@ -169,7 +167,8 @@ FIELDS: list[str] = (
     "top_p top_k min_p n stop stop_token_ids seed presence_penalty frequency_penalty repetition_penalty "
     "logit_bias ignore_eos min_tokens stream stream_options speculative logprobs top_logprobs echo tools "
     "tool_choice parallel_tool_calls chat_template_kwargs response_format user skip_special_tokens tokens "
-    "prompt_logprobs logprob_start_len return_logprob top_logprobs_num request_id rid"
+    "prompt_logprobs logprob_start_len return_logprob top_logprobs_num request_id rid "
+    "structured_outputs json_schema regex ebnf"
 ).split()
 EXTREMES: dict[str, list[Any]] = {  # what is just about taken
     "temperature": [0, 0.001, 1, 100],

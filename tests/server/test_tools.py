@@ -16,7 +16,6 @@ from scripted_runner import ScriptedRunner, scripted
 from treedraft import LLM, SamplingParams
 from treedraft.server.reply.forced import NO_ARGUMENTS, forced_schema
 from treedraft.server.reply.formats import CALLS
-from treedraft.server.service import Service
 
 USER: dict[str, Any] = {"role": "user", "content": "What is the weather in Bern?"}
 TOOLS: list[Any] = [
@@ -54,6 +53,9 @@ class Told:
         self._runner.script = [*self.live.llm.encode(text), self.live.llm.eos_token_ids[0]]
         return self._runner.script
 
+    def says_what_it_likes(self) -> None:
+        self._runner.script = None
+
     def chat(self, **own: Any) -> Any:
         return self.openai.chat.completions.create(**{**BASE, **own})
 
@@ -73,6 +75,11 @@ class Told:
                 message["tool_calls"][piece.index][1] += piece.function.arguments or ""
             reason = choice.finish_reason or reason
         return {**message, "finish_reason": reason}
+
+
+def make_tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
 @contextmanager
@@ -195,28 +202,43 @@ def test_stop_strings_end_the_text_before_it_is_read(qwen: Told) -> None:
     assert choice.finish_reason == "tool_calls"
 
 
-def test_forced_calls_are_read_from_a_list_whatever_the_format(
-    llm: LLM, template: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What structured output makes of `forced_schema`, here told."""
-    schemas = []
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_calls_are_made_by_the_model_itself(qwen: Told, template: None, stream: bool) -> None:
+    """Structured output makes a list of calls of anything that the model would say: no script here."""
+    qwen.says_what_it_likes()
+    thinking: Any = {"extra_body": {"chat_template_kwargs": {"thinking": True}}, "max_tokens": 300}
+    tools = [make_tool("get_weather", {"city": {"enum": ["Bern", "Zürich"]}, "days": {"type": "integer"}}), TOOLS[1]]
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        options: Any = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, **thinking}
+        for seed in range(3):
+            if stream:
+                message = qwen.stream(**options, seed=seed)
+                [(name, arguments)] = message["tool_calls"]
+                reason, content = message["finish_reason"], message["content"]
+            else:
+                [answer] = qwen.chat(**options, seed=seed).choices
+                [call] = answer.message.tool_calls
+                name, arguments = call.function.name, call.function.arguments
+                reason, content = answer.finish_reason, answer.message.content or ""
+            assert (reason, content) == ("tool_calls", "")
+            given = json.loads(arguments)
+            if choice == "required" and name == "now":
+                assert given == {}
+            else:
+                assert name == "get_weather" and given["city"] in ("Bern", "Zürich") and isinstance(given["days"], int)
 
-    def force(self: Any, params: SamplingParams, schema: dict[str, Any]) -> SamplingParams:
-        schemas.append(schema)
-        return params
 
-    monkeypatch.setattr(Service, "force_calls", force)
-    with told(llm, tool_call_parser="glm45", reasoning_parser="glm45") as server:
-        server.says(write("listed", MADE))
-        thinking: Any = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
-        [choice] = server.chat(tool_choice="required", **thinking).choices
-        given = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
-        assert given == MADE and choice.message.content is None and choice.finish_reason == "tool_calls"
-        server.says(write("listed", MADE[1:]))
-        streamed = server.stream(tool_choice={"type": "function", "function": {"name": "now"}})
-        assert streamed["tool_calls"] == [["now", "{}"]] and streamed["content"] == ""
-    assert "maxItems" not in schemas[0] and len(schemas[0]["items"]["anyOf"]) == 2
-    assert schemas[1]["maxItems"] == 1 and schemas[1]["items"]["properties"]["name"] == {"const": "now"}
+def test_forced_calls_need_no_parser(live: Live) -> None:
+    options: Any = {**BASE, "tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False}
+    [choice] = live.openai.chat.completions.create(**options).choices
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls] == [("now", {})]
+
+
+def test_structured_output_of_a_server_with_parsers_is_content(qwen: Told, template: None) -> None:
+    qwen.says_what_it_likes()
+    own = {"structured_outputs": {"choice": ["yes", "no"]}, "chat_template_kwargs": {"thinking": True}}
+    message = qwen.chat(extra_body=own).choices[0].message
+    assert message.content in ("yes", "no") and message.tool_calls is None
 
 
 def test_forced_schema_keeps_references_of_each_tool_right() -> None:
@@ -277,8 +299,7 @@ def test_offline_chat_takes_tools_and_variables(tree64: LLM, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ({"tool_choice": "required"}, "no structured output yet"),
-        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "no structured output yet"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude each other"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "none of the tools"),
         ({"tool_choice": "required", "tools": []}, "tool_choice required needs tools"),
         ({"tool_choice": "perhaps"}, "tool_choice"),

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from treedraft.engine.text import TextStream
-from treedraft.types import Choice, PromptLogprob, RequestMetrics, SamplingParams, ScoredTokens
+from treedraft.types import Choice, Grammar, PromptLogprob, RequestMetrics, SamplingParams, ScoredTokens
 
 
 @dataclass(eq=False)
@@ -26,6 +26,7 @@ class Request:
     stop_token_ids: frozenset[int]
     max_len: int  # prompt and output together end here at the latest
     text: TextStream
+    grammar: Grammar | None = None  # has taken output_token_ids, at any time
     priority: int = 0  # the lower, the more urgent
     deadline_s: float = math.inf  # by time.perf_counter: then the request ends, finished or not
     arrival: int = 0
@@ -43,6 +44,7 @@ class Request:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ... as far as known
     finish_reason: str | None = None
     error: str | None = None
+    is_at_fault: bool = False  # the error is the request's own
     num_rounds: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
     started_s: float = 0.0
@@ -82,6 +84,8 @@ class Request:
         top_logprobs: tuple[dict[int, float], ...] | None = None,
     ) -> None:
         """Take a step's tokens up to the first one that ends the request (class 17: stop inside an accepted run)."""
+        if self.grammar is not None and self.grammar.error is not None:  # it gave no masks for these tokens
+            return self._fail_grammar(self.grammar.error)
         output, stops, push = self.output_token_ids, self.stop_token_ids, self.text.push
         for i, token_id in enumerate(token_ids):
             output.append(token_id)
@@ -95,8 +99,24 @@ class Request:
                 return self.finish("stop")
             if push(token_id) and may_stop:
                 return self.finish("stop")
+            if self.grammar is not None and self._advance_grammar(self.grammar, token_id):
+                return None
             if num_output >= self.output_limit:
                 return self.finish("length")
+
+    def _advance_grammar(self, grammar: Grammar, token_id: int) -> bool:
+        """True when this ended the request: as its text is complete, however early, nothing may follow."""
+        grammar.advance(token_id)
+        if grammar.error is not None:
+            self._fail_grammar(grammar.error)
+        elif grammar.is_finished:
+            self.finish("stop")
+        return self.is_finished
+
+    def _fail_grammar(self, error: str) -> None:
+        """Its text turned out to be too complex."""
+        self.is_at_fault = True
+        self.finish("error", f"request {self.request_id}: the grammar failed: {error}")
 
     def to_score(self, start: int, end: int) -> tuple[int, int]:
         """Of the rows [start, end) those whose next prompt token has no log-probability yet, if it is wanted."""

@@ -47,6 +47,7 @@ class Scheduler:
         self.by_id: dict[int, Request] = {}
         self.acceptance = AcceptanceWatch()
         self.num_preemptions = 0
+        self.num_constrained = 0  # unfinished requests with a grammar
         self.num_prompt_tokens = 0  # of all requests that were ever admitted
         self.num_cached_tokens = 0  # of these, found in the prefix cache
         self._num_added = 0
@@ -71,6 +72,7 @@ class Scheduler:
         """Queue a request that fits."""
         request.arrival, self._num_added = self._num_added, self._num_added + 1
         self.by_id[request.request_id] = request
+        self.num_constrained += request.grammar is not None
         if request.deadline_s < math.inf:
             self._with_deadline[request.request_id] = request
         insort(self.waiting, request, key=Request.rank)
@@ -87,6 +89,7 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self.by_id.clear()
+        self.num_constrained = 0
         self.kv.reset()
         self._with_deadline.clear()
         self._ended.clear()
@@ -210,7 +213,7 @@ class Scheduler:
         request.pending_rounds += 1
         most = min(request.params.num_draft_tokens or self.max_nodes, self.max_nodes)
         node_limit = max(1, min(most, request.owned_len - upper))
-        return DecodeRow(request.request_id, request.slot, upper, node_limit, request.params, is_exact)
+        return DecodeRow(request.request_id, request.slot, upper, node_limit, request.params, is_exact, request.grammar)
 
     def _prefill(self, request: Request, prefills: list[PrefillRow]) -> None:
         """Append the request's next chunk, as far as the step's tokens go."""
@@ -235,6 +238,7 @@ class Scheduler:
                 next_token=known[end] if end < len(known) else None,
                 is_last=end == request.prefill_len,
                 scored=request.to_score(start, end),
+                grammar=request.grammar,
             )
         )
 
@@ -338,6 +342,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         del self.by_id[request.request_id]
+        self.num_constrained -= request.grammar is not None
         self._with_deadline.pop(request.request_id, None)
 
     def _leave_slot(self, request: Request) -> None:

@@ -14,6 +14,8 @@ of graphs with host work between them, one graph a forward, and the host waits f
 
     one graph:     | draft 1 | draft 2 | ... | verify, sample, walk, commit, extend |
     with seams:    | draft 1 | plan | draft 2 | plan | ... | plan | verify, ... | plan | extend |
+
+Programs for batches with a grammar have the seams of runner.seam, two, and the host waits at the second alone.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ from treedraft.kv.buffers import Buffers
 from treedraft.kv.page_table import PageTable
 from treedraft.runner.batch import DecodeBatch, gather_decode
 from treedraft.runner.round import RoundTensors
+from treedraft.runner.seam import Seam, StaticSeam
 from treedraft.runner.state import TABLE_STAGES, DeviceState, stages_of
-from treedraft.speculative.sampling import STAGES, SamplingRows
+from treedraft.speculative.sampling import GRAMMAR, STAGES, SamplingRows
 from treedraft.types import DecodeRow
 
 Replay = Literal["capture", "eager"]
-RunRound = Callable[[DecodeBatch, SamplingRows, int], RoundTensors]  # the last: the index of the tree's shape
+RunRound = Callable[[DecodeBatch, SamplingRows, int, Seam | None], RoundTensors]  # int: the index of the tree's shape
 CountByShape = Callable[[RoundTensors], Tensor | None]
 
 # Sampling stages of each captured program; a batch runs the first that has all of its own. A stage that no row uses
@@ -49,6 +52,7 @@ VARIANTS: tuple[frozenset[str], ...] = (
     frozenset({"noise"}),
     frozenset({"noise", "top_k", "top_p", "min_p"}),  # no table of the vocabulary's size
     STAGES,
+    STAGES | {GRAMMAR},
 )
 WARM_UP_ROUNDS = 2  # compile kernels, make handles and workspaces, before a capture
 
@@ -90,6 +94,7 @@ class GraphState:
         self.run_round, self.state, self.pages, self.page_size = run_round, state, pages, page_size
         self.chain, self.attention, self.buffers = chain, attention, buffers
         self.max_kv_len, self.replay = max_kv_len, replay
+        self.seam: StaticSeam | None = None  # of programs with the stage GRAMMAR
         self.programs: dict[tuple[int, frozenset[str], int], Program] = {}
         self.outputs: RoundTensors | None = (
             None  # of shape 0, the largest: those of other shapes begin at the same words
@@ -107,6 +112,8 @@ class GraphState:
         """Run a round for these rows, and count by shape. All holds until the next call. Syncs only with seams."""
         program = self.pick(len(rows), stages_of(tuple(r.sampling for r in rows)), shape)
         self.write_inputs(program, rows)
+        if self.seam is not None:
+            self.seam.grammars = tuple(r.grammar for r in rows)
         for step in program.steps:
             step()
         batch = self._eager_batch if program.batch is None else program.batch
@@ -152,7 +159,7 @@ class GraphState:
         )
         of_stage = {stage: used.bool() for stage, used in zip(TABLE_STAGES, uses, strict=True) if stage in stages}
         rows = self.state.gather_sampling(slots, stages, of_stage)
-        result = self.run_round(batch, rows, shape)
+        result = self.run_round(batch, rows, shape, self.seam if GRAMMAR in stages else None)
         copy_rows(result, self._outputs_for(result, shape))
         counts = self.count_by_shape(result)
         if counts is not None:
@@ -212,6 +219,8 @@ def init_graph_state(
     graphs = GraphState(
         run_round, state, pages, page_size, chain, attention, buffers, max_kv_len, replay, count_by_shape
     )
+    if any(GRAMMAR in stages for stages in variants):
+        graphs.seam = StaticSeam(max_batch, state.output_counts.shape[1], buffers)
     pool = torch.cuda.graph_pool_handle() if replay == "capture" else None
     buckets = bucket_sizes(max_batch)
     with _progress(len(buckets) * len(variants) * num_shapes, is_shown=replay == "capture") as advance:
@@ -225,7 +234,8 @@ def init_graph_state(
             )
             for shape in range(num_shapes):
                 for stages in reversed(variants):
-                    program = _program(graphs, inputs, stages, shape, pool, tuple(host_planned))
+                    seams = (*host_planned, graphs.seam) if GRAMMAR in stages else tuple(host_planned)
+                    program = _program(graphs, inputs, stages, shape, pool, seams)
                     graphs.programs[bucket, stages, shape] = program
                     advance()
     return graphs

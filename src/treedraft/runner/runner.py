@@ -20,6 +20,7 @@ from treedraft.runner.graphs import GraphState
 from treedraft.runner.operators import logits_parts
 from treedraft.runner.prompt_logprobs import Scores, read_scores, score_prompts
 from treedraft.runner.round import RoundTensors, Target, run_prefill, run_round
+from treedraft.runner.seam import EagerSeam, Seam
 from treedraft.runner.shapes import ShapedRound
 from treedraft.runner.state import DeviceState
 from treedraft.speculative.sampling import SamplingRows
@@ -94,7 +95,9 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
-        """Enqueue a step: table changes, then one round for all running sequences, then prefills."""
+        """Enqueue a step: table changes, then one round for all running sequences, then prefills.
+
+        Syncs with a round's drafts, and with a prefill, where a row has a grammar."""
         for slot in plan.released_slots:
             self.pages.clear(slot)
         self.pages.apply(plan.page_updates)
@@ -137,7 +140,7 @@ class Runner:
         sampled = tuple(r for r in rows if r.next_token is None)
         slots, params = batch.slots[batch.sampled], tuple(r.sampling for r in sampled)
         sampling = self.state.sampling_rows(slots, params) if sampled else None
-        result, hidden = run_prefill(batch, sampling, self.target, self.drafter, self.state)
+        result, hidden = run_prefill(batch, sampling, self.target, self.drafter, self.state, self._seam(sampled))
         parts: list[Part] = [Unsampled(tuple(r.request_id for r in rows if r.next_token is not None))]
         scores = score_prompts(rows, batch, hidden, self.target.model)
         if scores is not None:
@@ -148,10 +151,18 @@ class Runner:
         """The round of a shape: its drafter, levels and record."""
         return self.smaller[shape - 1] if shape else ShapedRound(self.drafter, self.num_steps, self.captured)
 
-    def run_round(self, batch: DecodeBatch, rows: SamplingRows, shape: int = 0) -> RoundTensors:
+    def run_round(
+        self, batch: DecodeBatch, rows: SamplingRows, shape: int = 0, seam: Seam | None = None
+    ) -> RoundTensors:
         """Run one round of a packed batch, with trees of a shape."""
         at = self.at_shape(shape)
-        return run_round(batch, rows, self.target, at.drafter, self.state, at.num_steps)
+        return run_round(batch, rows, self.target, at.drafter, self.state, at.num_steps, seam)
+
+    def _seam(self, rows: tuple[PrefillRow, ...] | tuple[DecodeRow, ...]) -> EagerSeam | None:
+        """What a round of these rows calls before it samples; None where none has a grammar."""
+        grammars = tuple(r.grammar for r in rows)
+        has_grammar = any(g is not None for g in grammars)
+        return EagerSeam(grammars, self.target.model.config.vocab_size) if has_grammar else None
 
     def count_by_shape(self, result: RoundTensors) -> Tensor | None:
         """[B, J] int64: what trees of each shape would have had accepted; None where there is only one shape."""
@@ -163,11 +174,11 @@ class Runner:
             return self.graphs.run(rows, shape)
         batch = pack_decode(rows, self.state, self.pages, self.page_size, self.target.attention, self.chain)
         sampling = self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows))
-        at = self.at_shape(shape)
-        if at.captured is not None and at.captured.drafter is at.drafter:
+        at, seam = self.at_shape(shape), self._seam(rows)
+        if seam is None and at.captured is not None and at.captured.drafter is at.drafter:
             result = at.captured.run(batch, sampling)
         else:
-            result = self.run_round(batch, sampling, shape)
+            result = self.run_round(batch, sampling, shape, seam)
         return batch, result, self.count_by_shape(result)
 
     def _launch_round(self, rows: tuple[DecodeRow, ...], shape: int = 0) -> HostCopy:

@@ -72,6 +72,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         engine.check_open()
         service.check_model(body.model)
 
+        await service.compile(body.structured())
         requests, form = await service.in_thread(service.make_chat, body)
         return await service.respond(
             request,
@@ -86,6 +87,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionBody, request: Request) -> Response:
         engine.check_open()
         service.check_model(body.model)
+        await service.compile(body.structured())
         requests, prompts = await service.in_thread(service.make_requests, body.prompts, body.params())
         echoes = None
         if body.echo:
@@ -111,6 +113,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:
         engine.check_open()
+        await service.compile(body.sampling_params.structured())
         requests, _ = await service.in_thread(service.make_requests, body.prompts, body.params())
         is_list = body.is_batch or body.sampling_params.n > 1
         return await service.respond(

@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from treedraft.errors import RequestError
-from treedraft.types import SamplingParams
+from treedraft.server.reply.forced import NO_ARGUMENTS, forced_schema
+from treedraft.server.structured import StructuredFields
+from treedraft.types import SamplingParams, StructuredOutput
 
 INT32_MAX = 2**31 - 1
 MAX_CHOICES = 128  # choices of one body, over all its prompts
@@ -67,7 +69,7 @@ class Tracing(Body):
     trace: Bool = False  # each chunk's rounds, see server.pages.rounds
 
 
-class _Sampling(Body):
+class _Sampling(Body, StructuredFields):
     """Fields that every kind of generation has."""
 
     temperature: Annotated[Float, Field(ge=0, le=100)] = 1.0
@@ -113,6 +115,7 @@ class _Sampling(Body):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             num_draft_tokens=speculative.num_draft_tokens if speculative.enabled else 1,
+            structured=self.structured(),
         )
 
 
@@ -120,15 +123,10 @@ class _Sampling(Body):
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_grammar": (),
     "guided_choice": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "suffix": ("",),
     "modalities": (["text"],),
     "audio": (),
@@ -363,6 +361,21 @@ class ChatBody(_OpenAIBody):
     def max_calls(self) -> int | None:
         is_one = not self.parallel_tool_calls or isinstance(self.tool_choice, NamedTool)
         return 1 if is_one else None
+
+    @property
+    def argument_schemas(self) -> dict[str, dict[str, Any]]:
+        """JSON schema of the arguments of each tool that may be called, by name."""
+        functions = [tool.function for tool in self.offered_tools]
+        return {f.name: NO_ARGUMENTS if f.parameters is None else f.parameters for f in functions}
+
+    def structured(self) -> StructuredOutput | None:
+        """What the text must be: where calls are forced, a list of calls and nothing else."""
+        own = super().structured()
+        if not self.must_call:
+            return own
+        if own is not None:
+            raise RequestError("a forced tool_choice and structured output exclude each other")
+        return StructuredOutput(json_schema=forced_schema(self.argument_schemas, self.max_calls))
 
     def conversation(self, absent_content: str | None = "") -> list[dict[str, Any]]:
         return [message.as_template_input(absent_content) for message in self.messages]
