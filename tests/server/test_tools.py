@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,11 @@ from test_reply import write
 from live_server import Live, live_server
 from scripted_runner import ScriptedRunner, scripted
 from treedraft import LLM, SamplingParams
+from treedraft.engine.text import TextStream
+from treedraft.server.reply.count import num_reasoning_tokens
 from treedraft.server.reply.forced import NO_ARGUMENTS, forced_schema
-from treedraft.server.reply.formats import CALLS
+from treedraft.server.reply.formats import CALLS, REASONING
+from treedraft.server.reply.parser import ReplyForm, ReplyParser
 
 USER: dict[str, Any] = {"role": "user", "content": "What is the weather in Bern?"}
 TOOLS: list[Any] = [
@@ -153,6 +157,22 @@ def test_thoughts_content_and_calls_come_apart(qwen: Told) -> None:
     assert "</think>" not in llm.decode(script[: num_thoughts - 1])
 
 
+@pytest.mark.parametrize("text", ["<think>a b</think> c", "a b", "<think>a b c", "", "<think></think>"])
+def test_reasoning_tokens_end_with_the_mark_that_is_a_token(llm: LLM, text: str) -> None:
+    """With marks that are tokens, as in models that think."""
+    tokenizer = copy.deepcopy(llm.tokenizer)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    token_ids = tokenizer(text)["input_ids"]
+    [request] = llm._requests([1], SamplingParams())
+    request.text = TextStream(tokenizer, ())
+    request.append(tuple(token_ids))
+    parser = ReplyParser(ReplyForm(REASONING["qwen3"]))
+    parser.push(request.text.text, is_last=True)
+    pieces = tokenizer.convert_ids_to_tokens(token_ids)
+    expected = pieces.index("</think>") + 1 if "</think>" in pieces else len(pieces) * ("<think>" in pieces)
+    assert num_reasoning_tokens(request, parser, REASONING["qwen3"]) == expected
+
+
 def test_without_tools_the_same_text_is_content(qwen: Told) -> None:
     text = "Look: " + write("qwen", MADE)
     qwen.says(text)
@@ -271,7 +291,10 @@ def test_tools_earlier_calls_and_variables_reach_the_template(qwen: Told, templa
     llm = qwen.live.llm
     start = json.dumps(TOOLS, ensure_ascii=False)
     text = f"{start}<|user|>{USER['content']}<|user|>(get_weather Bern)<|user|>fine<|assistant|><think>\n"
-    assert answer.usage.prompt_tokens == len(llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+    token_ids = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert answer.usage.prompt_tokens == len(token_ids)
+    body = {"messages": messages, "tools": TOOLS, "chat_template_kwargs": {"thinking": True}}
+    assert qwen.http.post("/tokenize", json=body).json()["tokens"] == token_ids
     message = answer.choices[0].message
     assert (message.reasoning_content, message.content) == ("so", "Yes.")
     plain = qwen.chat(messages=messages).choices[0].message

@@ -145,7 +145,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeBody) -> Response:
         service.check_model(body.model)
         if body.messages is not None:
-            token_ids = await service.in_thread(service.chat_prompt, [m.as_template_input() for m in body.messages])
+            messages, tools = ([x.as_template_input() for x in each] for each in (body.messages, body.tools))
+            token_ids = await service.in_thread(service.chat_prompt, messages, tools, body.chat_template_kwargs)
         else:
             token_ids = await service.in_thread(llm.encode, body.prompt)
         return JSONResponse({"tokens": token_ids, "count": len(token_ids), "max_model_len": llm.config.max_context})

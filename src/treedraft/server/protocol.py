@@ -38,6 +38,7 @@ Text = Annotated[str, Field(strict=True), AfterValidator(_encodable)]
 Int = Annotated[int, Field(strict=True, ge=-INT32_MAX, le=INT32_MAX)]
 Float = Annotated[float, Field(strict=True, ge=-1e6, le=1e6, allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]
+TemplateVariables = dict[Text, Text | Bool | Int | Float]  # of a chat template
 TokenIds = Annotated[list[Int], Field(min_length=1)]
 
 
@@ -330,7 +331,7 @@ class ChatBody(_OpenAIBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: Bool = True
-    chat_template_kwargs: dict[Text, Text | Bool | Int | Float] = {}  # the template's own variables
+    chat_template_kwargs: TemplateVariables = {}
 
     @model_validator(mode="after")
     def _check(self) -> ChatBody:
@@ -436,6 +437,8 @@ class TokenizeBody(Body):
     model: Text | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    chat_template_kwargs: TemplateVariables = {}
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeBody:
