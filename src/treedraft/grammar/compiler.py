@@ -29,6 +29,10 @@ JSON_SPACE = r"(?: |\n {0,16})?"
 DEAD_END = "NoExtensionBias"  # the library's word where nothing may follow, not even the end
 
 
+class _TooSlow(RequestError):
+    """Perhaps the machine was busy: asked again, it is tried again."""
+
+
 class CompiledGrammar:
     """A grammar that any number of requests may follow."""
 
@@ -48,13 +52,16 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._vocabulary: LLTokenizer | None = None  # made when it is first needed: up to a second
+        self._vocabulary: LLTokenizer | None = None  # made when it is first needed
         self._compiled: OrderedDict[StructuredOutput, CompiledGrammar | RequestError] = OrderedDict()
         self._compiling = threading.Lock()  # one at a time: its memory is bounded, and it has a processor
         self._lock = threading.Lock()  # of `_compiled`
 
     def compile(self, structured: StructuredOutput) -> CompiledGrammar:
-        """Return the compiled grammar. Raises RequestError with what is wrong with it, after MAX_COMPILE_S at most."""
+        """Return the compiled grammar. Raises RequestError with what is wrong with it, after MAX_COMPILE_S at most.
+
+        The first call also reads the vocabulary: 1.7 s for 129,280 tokens.
+        """
         self._check_size(structured)
         found = self.find(structured)
         if found is None:
@@ -76,8 +83,11 @@ class GrammarCompiler:
             return self._compiled.get(structured)
 
     def _outcome(self, structured: StructuredOutput) -> CompiledGrammar | RequestError:
+        vocabulary = self._load_vocabulary()
         try:
-            return _in_large_stack(lambda: self._compile(structured))
+            return _in_large_stack(lambda: self._compile(structured, vocabulary))
+        except _TooSlow:
+            raise
         except RequestError as error:
             return error.with_traceback(None)
 
@@ -89,8 +99,7 @@ class GrammarCompiler:
                 f"a schema, regex, grammar or choice must have at most {MAX_CHARACTERS} characters; got {size}"
             )
 
-    def _compile(self, structured: StructuredOutput) -> CompiledGrammar:
-        vocabulary = self._load_vocabulary()
+    def _compile(self, structured: StructuredOutput, vocabulary: LLTokenizer) -> CompiledGrammar:
         try:
             matcher = LLMatcher(
                 vocabulary,
@@ -165,7 +174,7 @@ def _in_large_stack(function: Callable[[], CompiledGrammar]) -> CompiledGrammar:
         threading.stack_size(usual)
     thread.join(MAX_COMPILE_S)
     if not outcome:
-        raise RequestError(f"structured output: not compiled within {MAX_COMPILE_S:g} s")
+        raise _TooSlow(f"structured output: not compiled within {MAX_COMPILE_S:g} s")
     if isinstance(outcome[0], RequestError):
         raise outcome[0]
     if isinstance(outcome[0], BaseException):
