@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 
 from treedraft.errors import RequestError
-from treedraft.grammar.state import GrammarState, num_words, write_mask
+from treedraft.grammar.state import GrammarState, num_words, shortened, write_mask
 from treedraft.types import StructuredOutput
 
 MAX_CHARACTERS = 1 << 16  # of a schema, regex or grammar; 5,000 properties, half of it more, compile in 2 s
@@ -108,9 +108,9 @@ class GrammarCompiler:
                 limits=LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False),
             )
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"structured output: {_shortened(str(error))}") from error
+            raise RequestError(f"structured output: {shortened(str(error))}") from error
         if matcher.is_error():
-            raise RequestError(f"structured output: {_shortened(matcher.get_error())}")
+            raise RequestError(f"structured output: {shortened(matcher.get_error())}")
         _try(matcher.deep_copy(), vocabulary)
         return CompiledGrammar(matcher, num_words(vocabulary.vocab_size), num_words(self._vocab_size))
 
@@ -153,7 +153,7 @@ def _try(matcher: LLMatcher, vocabulary: LLTokenizer) -> None:
     if error.startswith(DEAD_END) and num_said == 0:
         raise RequestError("structured output: no text can match")
     if error and not error.startswith(DEAD_END):  # a random text may run into a dead end that a model's does not
-        raise RequestError(f"structured output: too complex ({_shortened(error)})")
+        raise RequestError(f"structured output: too complex ({shortened(error)})")
 
 
 def _in_large_stack(function: Callable[[], CompiledGrammar]) -> CompiledGrammar:
@@ -178,11 +178,5 @@ def _in_large_stack(function: Callable[[], CompiledGrammar]) -> CompiledGrammar:
     if isinstance(outcome[0], RequestError):
         raise outcome[0]
     if isinstance(outcome[0], BaseException):
-        raise RequestError(f"structured output: {_shortened(str(outcome[0]))}") from outcome[0]
+        raise RequestError(f"structured output: {shortened(str(outcome[0]))}") from outcome[0]
     return outcome[0]
-
-
-def _shortened(message: str) -> str:
-    """A message of the library's without what only its authors can read."""
-    message = message.split("\n<backtrace>")[0].replace("<non-verbose/>", "").strip()
-    return message if len(message) <= 600 else f"{message[:300]} ... {message[-300:]}"
