@@ -299,7 +299,8 @@ class Scheduler:
         if request.params.num_draft_tokens is None:  # a request's own tree says nothing about the engine's
             if self.chooser is not None:
                 self.chooser.count(row.shape, row.accepted_by_shape)
-            if self.max_nodes > 1 and row.shape == 0:  # the largest tree
+            # Of the largest tree; a grammar forbids drafts of the best head.
+            if self.max_nodes > 1 and row.shape == 0 and request.grammar is None:
                 self.acceptance.count(num_accepted)
         request.append(row.token_ids, row.logprobs, row.top_logprobs)
 

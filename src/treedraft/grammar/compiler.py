@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 
 from treedraft.errors import RequestError
-from treedraft.grammar.state import GrammarState, num_words, write_mask
+from treedraft.grammar.state import GrammarState, num_words, shortened, write_mask
 from treedraft.types import StructuredOutput
 
 MAX_CHARACTERS = 1 << 16  # of a schema, regex or grammar; 5,000 properties, half of it more, compile in 2 s
@@ -27,6 +27,10 @@ TRIAL_TOKENS = 32  # of a random text, which shows what is too complex before th
 # may go on with white space for ever, and no document would be of bounded length.
 JSON_SPACE = r"(?: |\n {0,16})?"
 DEAD_END = "NoExtensionBias"  # the library's word where nothing may follow, not even the end
+
+
+class _TooSlow(RequestError):
+    """Perhaps the machine was busy: asked again, it is tried again."""
 
 
 class CompiledGrammar:
@@ -48,13 +52,16 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._vocabulary: LLTokenizer | None = None  # made when it is first needed: up to a second
+        self._vocabulary: LLTokenizer | None = None  # made when it is first needed
         self._compiled: OrderedDict[StructuredOutput, CompiledGrammar | RequestError] = OrderedDict()
         self._compiling = threading.Lock()  # one at a time: its memory is bounded, and it has a processor
         self._lock = threading.Lock()  # of `_compiled`
 
     def compile(self, structured: StructuredOutput) -> CompiledGrammar:
-        """Return the compiled grammar. Raises RequestError with what is wrong with it, after MAX_COMPILE_S at most."""
+        """Return the compiled grammar. Raises RequestError with what is wrong with it, after MAX_COMPILE_S at most.
+
+        The first call also reads the vocabulary: 1.7 s for 129,280 tokens.
+        """
         self._check_size(structured)
         found = self.find(structured)
         if found is None:
@@ -76,8 +83,11 @@ class GrammarCompiler:
             return self._compiled.get(structured)
 
     def _outcome(self, structured: StructuredOutput) -> CompiledGrammar | RequestError:
+        vocabulary = self._load_vocabulary()
         try:
-            return _in_large_stack(lambda: self._compile(structured))
+            return _in_large_stack(lambda: self._compile(structured, vocabulary))
+        except _TooSlow:
+            raise
         except RequestError as error:
             return error.with_traceback(None)
 
@@ -89,8 +99,7 @@ class GrammarCompiler:
                 f"a schema, regex, grammar or choice must have at most {MAX_CHARACTERS} characters; got {size}"
             )
 
-    def _compile(self, structured: StructuredOutput) -> CompiledGrammar:
-        vocabulary = self._load_vocabulary()
+    def _compile(self, structured: StructuredOutput, vocabulary: LLTokenizer) -> CompiledGrammar:
         try:
             matcher = LLMatcher(
                 vocabulary,
@@ -99,9 +108,9 @@ class GrammarCompiler:
                 limits=LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False),
             )
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"structured output: {_shortened(str(error))}") from error
+            raise RequestError(f"structured output: {shortened(str(error))}") from error
         if matcher.is_error():
-            raise RequestError(f"structured output: {_shortened(matcher.get_error())}")
+            raise RequestError(f"structured output: {shortened(matcher.get_error())}")
         _try(matcher.deep_copy(), vocabulary)
         return CompiledGrammar(matcher, num_words(vocabulary.vocab_size), num_words(self._vocab_size))
 
@@ -144,7 +153,7 @@ def _try(matcher: LLMatcher, vocabulary: LLTokenizer) -> None:
     if error.startswith(DEAD_END) and num_said == 0:
         raise RequestError("structured output: no text can match")
     if error and not error.startswith(DEAD_END):  # a random text may run into a dead end that a model's does not
-        raise RequestError(f"structured output: too complex ({_shortened(error)})")
+        raise RequestError(f"structured output: too complex ({shortened(error)})")
 
 
 def _in_large_stack(function: Callable[[], CompiledGrammar]) -> CompiledGrammar:
@@ -165,15 +174,9 @@ def _in_large_stack(function: Callable[[], CompiledGrammar]) -> CompiledGrammar:
         threading.stack_size(usual)
     thread.join(MAX_COMPILE_S)
     if not outcome:
-        raise RequestError(f"structured output: not compiled within {MAX_COMPILE_S:g} s")
+        raise _TooSlow(f"structured output: not compiled within {MAX_COMPILE_S:g} s")
     if isinstance(outcome[0], RequestError):
         raise outcome[0]
     if isinstance(outcome[0], BaseException):
-        raise RequestError(f"structured output: {_shortened(str(outcome[0]))}") from outcome[0]
+        raise RequestError(f"structured output: {shortened(str(outcome[0]))}") from outcome[0]
     return outcome[0]
-
-
-def _shortened(message: str) -> str:
-    """A message of the library's without what only its authors can read."""
-    message = message.split("\n<backtrace>")[0].replace("<non-verbose/>", "").strip()
-    return message if len(message) <= 600 else f"{message[:300]} ... {message[-300:]}"

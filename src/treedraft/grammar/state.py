@@ -23,6 +23,12 @@ def write_mask(matcher: LLMatcher, mask: Mask) -> bool:
     return not matcher.is_error()
 
 
+def shortened(message: str) -> str:
+    """A message of the library's without what only its authors can read."""
+    message = message.split("\n<backtrace>")[0].replace("<non-verbose/>", "").strip()
+    return message if len(message) <= 600 else f"{message[:300]} ... {message[-300:]}"
+
+
 class GrammarState:
     """See types.Grammar. The matcher has taken the output so far and nothing else: a tree's nodes are tried on copies.
 
@@ -48,7 +54,7 @@ class GrammarState:
         if self._matcher.consume_token(token_id):
             self.is_finished = self._matcher.is_stopped()
         else:
-            self.error = self._matcher.get_error()
+            self.error = shortened(self._matcher.get_error())
 
     def fill_masks(self, token_ids: Sequence[int], parents: Sequence[int], masks: Mask) -> None:
         """See types.Grammar."""
@@ -59,7 +65,7 @@ class GrammarState:
                 children[parent].append(node)
         root = self._matcher.deep_copy()
         if not self._visit(0, 0, root, token_ids, children, masks):
-            self.error = root.get_error() or "no token may follow"
+            self.error = shortened(root.get_error()) or "no token may follow"
 
     def _visit(
         self,

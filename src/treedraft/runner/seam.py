@@ -18,6 +18,7 @@ from torch import Tensor
 from treedraft.kv.buffers import Buffers
 from treedraft.types import DraftTree, Grammar
 
+ROOT = -1  # the root's parent; of its token nobody asks
 Grammars = Sequence[Grammar | None]  # of the batch's rows; those beyond it are padded
 
 
@@ -25,7 +26,7 @@ class Seam(Protocol):
     """What a round calls, in this order."""
 
     def drafted(self, tree: DraftTree) -> None:
-        """Begin the copy of the tree to the host."""
+        """Begin the copy of the tree to the host. Of a tree of one node the host needs nothing."""
 
     def masks(self) -> Tensor:
         """int32 [B, N, words], see speculative.sampling.mask_tokens. Syncs with that copy alone."""
@@ -50,10 +51,15 @@ class EagerSeam:
     def drafted(self, tree: DraftTree) -> None:
         both = torch.stack((tree.token_ids, tree.parents))
         self._device, self._copied = both.device, None
-        self._tree = both if both.is_meta else both.to("cpu", non_blocking=True)
-        if both.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if both.is_meta:
+            self._tree = both
+        elif both.shape[-1] == 1:
+            self._tree = torch.full(both.shape, ROOT, dtype=torch.int64)
+        else:
+            self._tree = both.to("cpu", non_blocking=True)
+            if both.is_cuda:
+                self._copied = torch.cuda.Event()
+                self._copied.record()
 
     def masks(self) -> Tensor:
         shape = (*self._tree.shape[1:], self._num_words)
@@ -61,7 +67,7 @@ class EagerSeam:
             return torch.empty(shape, dtype=torch.int32, device="meta")
         if self._copied is not None:
             self._copied.synchronize()
-        masks = torch.empty(shape, dtype=torch.int32, pin_memory=self._copied is not None)
+        masks = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         fill_masks(self._grammars, self._tree.numpy(), masks.numpy())
         return masks.to(self._device, non_blocking=True)
 
@@ -90,7 +96,8 @@ class StaticSeam:
         assert self._tree is not None
         self._tree[0, :batch, :nodes].copy_(tree.token_ids)
         self._tree[1, :batch, :nodes].copy_(tree.parents)
-        self._at_host(self._copy_out)
+        if nodes > 1:
+            self._at_host(self._copy_out)
 
     def masks(self) -> Tensor:
         batch, nodes = self._shape
@@ -109,7 +116,7 @@ class StaticSeam:
         )
         is_cuda = self._copied is not None
         if not self._tree.is_meta:
-            self._host_tree = torch.empty(tree, dtype=torch.int64, pin_memory=is_cuda)
+            self._host_tree = torch.full(tree, ROOT, dtype=torch.int64, pin_memory=is_cuda)
             self._host_masks = torch.full(masks, -1, dtype=torch.int32, pin_memory=is_cuda)
 
     def _at_host(self, host_step: Callable[[], None]) -> None:
@@ -124,7 +131,7 @@ class StaticSeam:
 
     def _fill(self, batch: int, nodes: int) -> None:
         assert self._masks is not None
-        if self._copied is not None:
+        if self._copied is not None and nodes > 1:
             self._copied.synchronize()
         host_masks = self._host_masks[:batch, :nodes]
         fill_masks(self.grammars, self._host_tree[:, :batch, :nodes].numpy(), host_masks.numpy())

@@ -143,6 +143,19 @@ def test_compile_that_takes_too_long_is_given_up(plain64: LLM, monkeypatch: pyte
     with pytest.raises(RequestError, match="not compiled within"):
         compiler.compile(StructuredOutput(regex="a"))
     release.set()
+    monkeypatch.undo()
+    assert compiler.compile(StructuredOutput(regex="a")), "tried again"
+
+
+def test_compile_says_again_what_was_wrong(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def message() -> str:
+        with pytest.raises(RequestError) as raised:
+            compiler.compile(StructuredOutput(regex="(never closed"))
+        return str(raised.value)
+
+    first = message()
+    monkeypatch.setattr(module, "grammar_text", None)  # what would be called
+    assert "unclosed group" in first and message() == first
 
 
 def test_compile_keeps_the_last_grammars_alone(plain64: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
