@@ -209,6 +209,13 @@ def test_generate_takes_what_the_text_must_be(
     assert [params.structured for params in given] == [expected]
 
 
+@pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])
+def test_serve_refuses_a_parser_that_nobody_knows_before_it_loads_a_model(flag: str) -> None:
+    result = call("serve", flag, "mine")
+    assert result.exit_code == 2 and f"{flag[2:]} must be one of deepseek_" in result.stderr
+    assert FakeLLM.built == []
+
+
 # ---------------------------------------------------------------- prompts
 
 
