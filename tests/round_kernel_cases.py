@@ -242,6 +242,42 @@ def test_sample_random_logits(stages: frozenset[str], vocab: int) -> None:
         check_tokens(logits, rows, tree)
 
 
+def random_masks(g: torch.Generator, batch: int, nodes: int, vocab: int) -> Tensor:
+    """Nothing, few tokens, one token alone, half of them, and bit 31; the bits beyond the vocabulary are set."""
+    words = -(-vocab // 32)
+    masks = torch.randint(-(2**31), 2**31, (batch, nodes, words), generator=g)
+    masks &= torch.randint(-(2**31), 2**31, (batch, nodes, words), generator=g)
+    masks[0] = -1
+    masks[1] = 0
+    masks[1, :, 1] = 1 << 5
+    masks[2] = torch.where(torch.arange(words) % 7 == 3, -(2**31), 0)
+    masks[..., -1] |= -1 << (vocab % 32) if vocab % 32 else 0
+    return masks.int().to(DEVICE)
+
+
+@pytest.mark.parametrize("vocab", [700, 4096, 9001])
+def test_mask_tokens_random_masks(vocab: int) -> None:
+    g = generator(vocab)
+    logits, masks = random_logits(g, 4, 3, vocab).to(DEVICE), random_masks(g, 4, 3, vocab)
+    bits = masks.cpu().view(4, 3, -1, 1).long() >> torch.arange(32) & 1
+    wanted = torch.where(bits.flatten(2)[..., :vocab].bool(), logits.cpu(), -math.inf)
+    assert torch.equal(TORCH.mask_tokens(logits.clone(), masks).cpu(), wanted)
+    assert torch.equal(TRITON.mask_tokens(logits.clone(), masks).cpu(), wanted)
+    columns = masks.repeat(1, 2, 1)[:, ::2]  # rows that lie apart, as those of a smaller tree
+    assert torch.equal(TRITON.mask_tokens(logits.clone(), columns), TORCH.mask_tokens(logits.clone(), columns))
+
+
+@pytest.mark.parametrize("stages", [frozenset(), FILTERED, STAGES], ids=["greedy", "filters", "all"])
+def test_sample_masked_logits(stages: frozenset[str]) -> None:
+    """Most logits at -inf, as a grammar leaves them: the filters choose among the others."""
+    batch, nodes, vocab = (4, 3, 700) if IS_SMALL else (12, 8, 20_000)
+    for seed in range(1 if IS_SMALL else 4):
+        g = generator(seed)
+        masks = random_masks(g, batch, nodes, vocab)
+        logits = TORCH.mask_tokens(random_logits(g, batch, nodes, vocab).to(DEVICE), masks)
+        check_tokens(logits, rows_of(batch, vocab, seed, stages), random_tree(batch, nodes, seed))
+
+
 @pytest.mark.parametrize("longest", [None, 16, 128])
 def test_sample_ties_and_spikes(longest: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two levels of equal logits, one token that has all the mass, logits at -inf, equal logits.

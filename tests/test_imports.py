@@ -32,8 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"errors", "types", "weights", "kernels", "speculative"},
     "attention": {"errors", "types", "kv", "kv.allocator", "kernels"},
     "engine": {"errors", "types", "config"} | HOST_KV,  # nothing of the device
+    "grammar": {"errors", "types"},  # knows tokens alone
     "runner": BOTTOM | DEVICE | HOST_KV | {"models", "attention"},  # never a Request
-    "llm": BELOW_LLM | {"_patcher"},
+    "llm": BELOW_LLM | {"grammar", "_patcher"},
     "debug": BELOW_LLM | {"llm", "bench", "_patcher"},
     "bench": BELOW_LLM | {"llm", "debug"},
     "demo": BELOW_LLM | {"llm", "debug", "bench"},
@@ -49,10 +50,21 @@ ALLOWED["kv.manager"] = {"errors", "types", "kv.allocator", "kv.prefix"}
 FOR_ANNOTATIONS = {"bench": {"cli"}, "server": {"debug"}, "kv.page_table": set()}  # seen by the type checker alone
 
 DEVICE_TYPES = {"TreeRows", "ModelOutput", "DraftTree", "Accepted"}
-HOST_TYPES = {"SamplingParams", "PrefillRow", "DecodeRow", "PageUpdate", "StepPlan", "RowResult", "StepResult"} | {
+HOST_TYPES = {
+    "SamplingParams",
+    "PromptLogprob",
+    "ScoredTokens",
+    "PrefillRow",
+    "DecodeRow",
+    "PageUpdate",
+    "StepPlan",
+    "RowResult",
+    "StepResult",
     "RequestMetrics",
     "Choice",
     "RequestOutput",
+    "StructuredOutput",
+    "Grammar",
 }
 TYPES_SEEN = {
     "speculative": DEVICE_TYPES,
@@ -60,8 +72,9 @@ TYPES_SEEN = {
     "models": DEVICE_TYPES,
     "attention": DEVICE_TYPES,
     "engine": HOST_TYPES,
+    "grammar": HOST_TYPES,
 }
-NO_TORCH_LAYERS = {"errors", "types", "config", "engine", "kv.allocator", "kv.manager"}
+NO_TORCH_LAYERS = {"errors", "types", "config", "engine", "grammar", "kv.allocator", "kv.manager"}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "LLM": "treedraft.llm",
     "SamplingParams": "treedraft.types",
+    "StructuredOutput": "treedraft.types",
     "SpeculativeConfig": "treedraft.config",
     "RequestOutput": "treedraft.types",
     "TreedraftError": "treedraft.errors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, cast
@@ -17,10 +17,12 @@ from treedraft.engine.scheduler import Scheduler
 from treedraft.engine.shapes import ShapeChooser
 from treedraft.engine.text import TextStream
 from treedraft.errors import RequestError
+from treedraft.grammar.compiler import GrammarCompiler
 from treedraft.runner.build import build
 from treedraft.speculative.noise import noise_key
 from treedraft.speculative.sampling import MAX_STOP_IDS
 from treedraft.types import RequestOutput, SamplingParams
+from treedraft.weights.chat_template import render_chat
 from treedraft.weights.loader import METADATA_FILES, resolve_folder
 from treedraft.weights.tokenizer import load_tokenizer
 
@@ -90,6 +92,7 @@ class LLM:
         self.config, self.runner, self.notes = built.config, built.runner, built.notes
         self.vocab_size, self.eos_token_ids = built.vocab_size, built.eos_token_ids
         self.tokenizer = load_tokenizer(resolve_folder(config.model, files=METADATA_FILES))
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
         runner = built.runner if zones is None else zones.watch(built)
         tree = self.config.speculative
         chooser = ShapeChooser(offered_shapes(tree), built.round_times) if tree is not None and tree.auto else None
@@ -127,17 +130,23 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[dict[str, str]] | Sequence[Sequence[dict[str, str]]],
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         params: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         progress: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generate the assistant's turn of one conversation, or of several, through the tokenizer's chat template."""
+        """Generate the assistant's turn of one conversation, or of several, through the tokenizer's chat template.
+
+        tools: functions in OpenAI's form, for templates that know tools. chat_template_kwargs: a template's variables.
+        """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise RequestError("this checkpoint has no chat template; use generate() with a prompt of your own form")
         if not messages:
             raise RequestError("chat needs at least one message; got none")
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        return self.generate([self._encode_chat(c) for c in conversations], params, progress)
+        prompts = [self._encode_chat(c, tools, chat_template_kwargs) for c in conversations]
+        return self.generate(prompts, params, progress)
 
     # ------------------------------------------------------------------ text and facts
 
@@ -166,17 +175,19 @@ class LLM:
 
     # ------------------------------------------------------------------ parts
 
-    def _encode_chat(self, messages: Any) -> list[int]:
+    def _encode_chat(
+        self,
+        messages: Any,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         is_list = isinstance(messages, list | tuple) and len(messages) > 0
-        if not is_list or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages):
+        if not is_list or not all(map(_is_message, messages)):
             raise RequestError(
                 f"a conversation is a list of {{'role': ..., 'content': ...}} messages; got {messages!r}"
             )
         assert self.tokenizer is not None
-        try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates raise what they like, to refuse a role for instance
-            raise RequestError(f"the chat template refuses the messages: {error}") from error
+        text = render_chat(self.tokenizer, messages, tools, chat_template_kwargs or {})
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
@@ -185,6 +196,7 @@ class LLM:
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(self.eos_token_ids))
         self._check(token_ids, params, stop_ids)
+        grammar = None if params.structured is None else self.grammars.compile(params.structured)
         assert self.config.max_context is not None
         number, self._next_id = self._next_id, self._next_id + params.n
         seed = params.seed if params.seed is not None else noise_key(self.config.seed, number + 1)
@@ -198,6 +210,7 @@ class LLM:
                 stop_token_ids=stop_ids,
                 max_len=min(len(token_ids) + params.max_tokens, self.config.max_context),
                 text=TextStream(self.tokenizer, params.stop),
+                grammar=None if grammar is None else grammar.start(params.min_tokens, stop_ids),
             )
             for choice in range(params.n)
         ]
@@ -245,7 +258,12 @@ class LLM:
             prompt_token_ids=requests[0].prompt_token_ids,
             outputs=tuple(r.choice() for r in requests),
             metrics=metrics_of(requests),
+            prompt_logprobs=None if requests[0].params.prompt_logprobs is None else requests[0].whole_prompt_logprobs(),
         )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and "role" in message and bool({"content", "tool_calls"} & set(message))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,21 +1,84 @@
 """The dataclasses that cross a package boundary.
 
-Host side (plain Python, no torch): SamplingParams, StepPlan, StepResult, RequestOutput.
+Host side (plain Python, no torch): StructuredOutput, SamplingParams, StepPlan, StepResult, RequestOutput.
 Device side (tensors): TreeRows, ModelOutput, DraftTree, Accepted.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from treedraft.errors import RequestError
 
 if TYPE_CHECKING:
+    from numpy import int32
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
 # ---------------------------------------------------------------- host side
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What a text must be, all of it: exactly one of the fields is set. It is compiled by treedraft.grammar.
+
+    >>> StructuredOutput(json_schema={"type": "object", "properties": {"age": {"type": "integer"}}})
+    """
+
+    json_schema: str | dict[str, Any] | None = None  # a JSON document that the schema accepts; kept as text
+    regex: str | None = None  # a full match, in the syntax of Rust's regex crate
+    grammar: str | None = None  # Lark, or EBNF as llama.cpp's: root ::= "yes" | "no"
+    choice: tuple[str, ...] | None = None  # one of these texts
+    json_object: bool = False  # any JSON object
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json_schema", "regex", "grammar", "choice") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise RequestError(
+                "structured output needs one of json_schema, regex, grammar, choice and json_object; "
+                f"got {', '.join(given) or 'none'}"
+            )
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, str), f"{name} must be a text", value)
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        if self.choice is not None:
+            is_texts = not isinstance(self.choice, str) and all(isinstance(c, str) for c in self.choice)
+            _require(is_texts and len(self.choice) > 0, "choice must be one or several texts", self.choice)
+            object.__setattr__(self, "choice", tuple(self.choice))
+
+
+def _schema_text(schema: object) -> str:
+    """A JSON schema as JSON text. Whether it is a schema is seen when it is compiled."""
+    if isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"json_schema must be JSON: {error}") from error
+
+
+class Grammar(Protocol):
+    """The grammar of one request's output, and how far that has come. Its one implementation: treedraft.grammar."""
+
+    is_finished: bool  # the text is complete: nothing may follow
+    error: str | None  # it can say nothing more: the request ends
+
+    def advance(self, token_id: int) -> None:
+        """Take the next token of the output."""
+
+    def fill_masks(self, token_ids: Sequence[int], parents: Sequence[int], masks: NDArray[int32]) -> None:
+        """Write which tokens may follow each node of a tree whose root is the output so far.
+
+        token_ids, parents: of the N nodes, parents before children; the root's token is taken already. masks [N, W]:
+        bit v & 31 of word v >> 5 is token v. All ones at a node that cannot be reached. Never raises: sets `error`.
+        """
 
 
 @dataclass(frozen=True)
@@ -38,7 +101,9 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0  # end-of-sequence and stop ids are masked until then
     logprobs: int | None = None  # None: none; k: the token's own and the k best of the raw distribution
+    prompt_logprobs: int | None = None  # the same of every prompt token but the first; with it max_tokens may be 0
     num_draft_tokens: int | None = None  # nodes of each round's tree, at most the engine's; 1: no speculation
+    structured: StructuredOutput | None = None  # what the text must be; None: anything
 
     def __post_init__(self) -> None:
         try:
@@ -54,7 +119,12 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", logit_bias)
         _require(all(map(_is_int, stop_token_ids)), "stop_token_ids must be integers", stop_token_ids)
-        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens)
+        least = 1 if self.prompt_logprobs is None else 0
+        _require(
+            _is_int(self.max_tokens) and self.max_tokens >= least,
+            f"max_tokens must be at least {least}",
+            self.max_tokens,
+        )
         _require(_is_real(self.temperature) and self.temperature >= 0, "temperature must be >= 0", self.temperature)
         _require(_is_int(self.top_k) and self.top_k >= -1, "top_k must be >= 1, or 0 to switch it off", self.top_k)
         _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p)
@@ -77,15 +147,18 @@ class SamplingParams:
             _require(_is_real(bias), f"logit_bias of token {token_id} must be a finite number", bias)
         _require(all(isinstance(s, str) and s for s in self.stop), "stop must be non-empty strings", self.stop)
         _require(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens must be >= 0", self.min_tokens)
-        _require(
-            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20),
-            "logprobs must be in 0..20",
-            self.logprobs,
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or (_is_int(value) and 0 <= value <= 20), f"{name} must be in 0..20", value)
         _require(
             self.num_draft_tokens is None or (_is_int(self.num_draft_tokens) and self.num_draft_tokens >= 1),
             "num_draft_tokens must be at least 1, or None for the engine's",
             self.num_draft_tokens,
+        )
+        _require(
+            self.structured is None or isinstance(self.structured, StructuredOutput),
+            "structured must be a StructuredOutput",
+            self.structured,
         )
 
 
@@ -125,6 +198,8 @@ class PrefillRow:
     start: int = 0
     next_token: int | None = None
     is_last: bool = True  # rounds may follow: next_token is the sequence's root
+    scored: tuple[int, int] = (0, 0)  # positions whose next prompt token's log-probability is wanted: first, and end
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +212,7 @@ class DecodeRow:
     node_limit: int  # nodes of the tree that may be used, root included: as many as its pages hold
     sampling: SamplingParams
     is_exact: bool = False  # no round is in flight: kv_len is max_kv_len
+    grammar: Grammar | None = None  # of its output up to the root
 
 
 @dataclass(frozen=True)
@@ -179,10 +255,29 @@ class RowResult:
 
 
 @dataclass(frozen=True)
+class PromptLogprob:
+    """How likely a prompt token was after those before it, in the raw target distribution."""
+
+    logprob: float
+    rank: int  # among the whole vocabulary; 1: the likeliest
+    top_logprobs: dict[int, float]  # of the k best tokens, the best first
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Log-probabilities of a stretch of a prompt: of the tokens start + 1, start + 2, ..."""
+
+    request_id: int
+    start: int
+    logprobs: tuple[PromptLogprob, ...]
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What a collected step produced."""
 
     rows: tuple[RowResult, ...]
+    scored: tuple[ScoredTokens, ...] = ()  # of the prompts of prefilled rows
     overflow: str | None = None  # an index list was too small: the step's rounds are void, and this says which, and why
 
 
@@ -222,6 +317,9 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Choice, ...]
     metrics: RequestMetrics
+    prompt_logprobs: tuple[PromptLogprob | None, ...] | None = (
+        None  # of each prompt token, the first None; if asked for
+    )
 
 
 # -------------------------------------------------------------- device side

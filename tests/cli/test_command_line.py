@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -22,6 +24,7 @@ from treedraft.cli.prompts import read_prompts
 from treedraft.config import SpeculativeConfig
 from treedraft.debug.differences import Gaps
 from treedraft.errors import ConfigError, RequestError
+from treedraft.types import SamplingParams, StructuredOutput
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +68,7 @@ SAMPLING = (
 @pytest.mark.parametrize(
     ("command", "own"),
     [
-        ("generate", "--prompts --token-ids --no-speculation --json"),
+        ("generate", "--prompts --token-ids --no-speculation --json --json-schema --regex --grammar"),
         ("chat", "--no-speculation --system"),
         ("check", "--prompts --limit --json"),
         ("explain", "--token-ids --round --svg"),
@@ -166,6 +169,8 @@ def test_generate_token_ids_prompt() -> None:
         (["abc", "--kv-memory", "much"], "a size is a number of bytes"),
         (["1,x", "--token-ids"], "token ids are integers"),
         (["abc", "--prompts", "/nowhere/p.txt"], "cannot read the prompt file /nowhere/p.txt"),
+        (["abc", "--json-schema", "/nowhere/s.json"], "cannot read /nowhere/s.json"),
+        (["abc", "--regex", "a", "--grammar", "/dev/null"], "got regex, grammar"),
         ([""], "the prompt is empty"),
         ([], "no prompt: give PROMPT arguments"),
     ],
@@ -176,6 +181,39 @@ def test_generate_bad_input_prints_one_message_and_exits_with_2(arguments: list[
     assert result.stderr.startswith("treedraft: error: ")
     assert message in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], None),
+        (["--regex", "a+"], StructuredOutput(regex="a+")),
+        (["--json-schema", "text"], StructuredOutput(json_schema='{"type": "null"}')),
+        (["--grammar", "text"], StructuredOutput(grammar='{"type": "null"}')),
+    ],
+)
+def test_generate_takes_what_the_text_must_be(
+    flags: list[str], expected: StructuredOutput | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text('{"type": "null"}')
+    given: list[SamplingParams] = []
+    generate = FakeLLM.generate
+
+    def watched(self: FakeLLM, prompts: Any, params: SamplingParams, progress: bool = True) -> Any:
+        given.append(params)
+        return generate(self, prompts, params, progress)
+
+    monkeypatch.setattr(FakeLLM, "generate", watched)
+    monkeypatch.chdir(tmp_path)
+    assert call("generate", "abc", *flags).exit_code == 0
+    assert [params.structured for params in given] == [expected]
+
+
+@pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])
+def test_serve_refuses_a_parser_that_nobody_knows_before_it_loads_a_model(flag: str) -> None:
+    result = call("serve", flag, "mine")
+    assert result.exit_code == 2 and f"{flag[2:]} must be one of deepseek_" in result.stderr
+    assert FakeLLM.built == []
 
 
 # ---------------------------------------------------------------- prompts

@@ -1,13 +1,16 @@
 """Captured rounds on a GPU: equal to the same round run eagerly over the same buffers, tree for tree."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from graph_cases import PARAMS, SHAPE, poison, run
-from treedraft import LLM, SamplingParams
+from treedraft import LLM, SamplingParams, StructuredOutput
 from treedraft.attention.packed_torch import PackedTorchAttention
 from treedraft.kv.allocator import NUM_RESERVED_PAGES
 from treedraft.runner.build import init_graphs
+from treedraft.speculative.sampling import GRAMMAR
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,6 +112,37 @@ def test_launch_of_a_replayed_round_does_not_wait_for_the_device(captured, promp
     assert num_rounds > 3
 
 
+GRAMMARS = [
+    replace(params, structured=structured, max_tokens=40)
+    for params, structured in zip(
+        PARAMS,
+        (
+            StructuredOutput(json_schema={"type": "array", "items": {"enum": ["red", "reddish", 7]}, "maxItems": 4}),
+            None,
+            StructuredOutput(regex="[a-z]{2,9}( [a-z]{1,5}){0,3}[.!]"),
+            StructuredOutput(choice=("stay here", "stand")),
+            None,
+            StructuredOutput(json_object=True),
+        ),
+        strict=True,
+    )
+]
+
+
+@pytest.mark.parametrize("max_pending", [0, 1])
+def test_generate_with_grammars_in_captured_rounds_equals_eager_tree_for_tree(prompts, max_pending):
+    llm = make_llm("on", max_pending=max_pending)
+    with_grammar = [p for p in llm.runner.graphs.programs.values() if GRAMMAR in p.stages]
+    assert {len(p.steps) for p in with_grammar} == {5}  # draft, the tree out, verify, the masks in, the rest
+    assert run(llm, prompts, GRAMMARS) == run(make_llm("off", max_pending=0), prompts, GRAMMARS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_generate_with_grammars_captured_equals_the_static_buffers_run_eagerly(prompts, dtype):
+    given, wanted = (run(make_llm(how, dtype=dtype), prompts, GRAMMARS) for how in ("on", "eager"))
+    assert given == wanted
+
+
 class HostPlanned(PackedTorchAttention):
     """Lists whose end is decided on the host, as FlashInfer's plan does: the lengths pass through it."""
 
@@ -143,7 +177,9 @@ def test_generate_with_a_plan_on_the_host_runs_one_graph_a_forward(prompts, monk
     assert any("one CUDA graph a forward" in note for note in llm.notes)
     assert llm.config.max_pending == 0
     # S - 1 = 2 draft levels, verification, extension: four plans, five graphs.
-    assert {len(p.steps) for p in llm.runner.graphs.programs.values()} == {9}
+    programs = llm.runner.graphs.programs.values()
+    assert {len(p.steps) for p in programs if GRAMMAR not in p.stages} == {9}
+    assert {len(p.steps) for p in programs if GRAMMAR in p.stages} == {13}  # and the tree out, the masks in
     assert run(llm, prompts, PARAMS) == expected
     auto = make_llm("auto", attention_backend="packed-torch", draft_attention_backend="packed-torch")
     assert auto.runner.graphs is None

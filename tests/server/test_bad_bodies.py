@@ -65,12 +65,7 @@ def test_value_out_of_range_is_refused_and_named(live: Live, field: str, value: 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a"}),
         ("guided_json", {}),
-        ("prompt_logprobs", 1),
         ("reasoning_effort", "low"),
     ],
 )
@@ -99,7 +94,6 @@ def test_what_asks_for_nothing_is_taken(live: Live) -> None:
         {"prompt": [1] * 512},
         {"prompt": "word " * 5000},
         {"prompt": "a", "logprobs": 21},
-        {"prompt": "a", "echo": True, "logprobs": 1},
         {"prompt": ["a"] * 100, "n": 2},
         {"prompt": "\ud800"},
         {"prompt": "a", "\ud800": 1},
@@ -172,7 +166,9 @@ FIELDS: list[str] = (
     "prompt messages text input_ids sampling_params model max_tokens max_completion_tokens temperature "
     "top_p top_k min_p n stop stop_token_ids seed presence_penalty frequency_penalty repetition_penalty "
     "logit_bias ignore_eos min_tokens stream stream_options speculative logprobs top_logprobs echo tools "
-    "response_format user skip_special_tokens tokens return_logprob top_logprobs_num request_id rid"
+    "tool_choice parallel_tool_calls chat_template_kwargs response_format user skip_special_tokens tokens "
+    "prompt_logprobs logprob_start_len return_logprob top_logprobs_num request_id rid "
+    "structured_outputs json_schema regex ebnf"
 ).split()
 EXTREMES: dict[str, list[Any]] = {  # what is just about taken
     "temperature": [0, 0.001, 1, 100],
@@ -193,6 +189,11 @@ EXTREMES: dict[str, list[Any]] = {  # what is just about taken
     "stream": [True, False],
     "logprobs": [0, 20, True],
     "echo": [True, False],
+    "prompt_logprobs": [0, 20],
+    "logprob_start_len": [-1, 0, 2**31 - 1],
+    "tools": [[], [{"type": "function", "function": {"name": "now"}}]],
+    "tool_choice": ["none", "auto"],
+    "chat_template_kwargs": [{}, {"enable_thinking": False}],
     "speculative": [{"enabled": False}, {"num_draft_tokens": 1}, {"num_draft_tokens": 2**31 - 1}, {}],
 }
 

@@ -9,7 +9,7 @@ import pytest
 from treedraft.engine.request import Request
 from treedraft.engine.text import TextStream
 from treedraft.server.async_engine import Generation, _increment, _Live
-from treedraft.server.tokens import TokenTexts, num_held_back
+from treedraft.server.tokens import TokenTexts, num_held_back, with_marks
 from treedraft.types import SamplingParams
 
 TEXTS = ["plain words", "héllo wörld", "🌍🌍 and 👩‍👩‍👧", "日本語のテキスト", "\ttabs\r\n", "", "a\u0000b"]
@@ -70,3 +70,22 @@ def test_increments_hold_no_half_character_and_join_to_the_text(tokenizer, text:
     assert "".join(s.text for s in sent) == text + " end"
     assert not any("\ufffd" in s.text for s in sent)
     assert sent[-1].finish_reason == "length" and not any(s.finish_reason for s in sent[:-1])
+
+
+def test_special_tokens_that_are_marks_are_text_and_the_others_are_not(tokenizer) -> None:
+    import copy
+
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": ["<|call|>", "<|end_call|>", "<|other|>"]})
+    marked = with_marks(own, ("<|call|>", "<|end_call|>", "<think>"))
+    text = "Sé 🌍 a<|other|> <|call|>now é<|end_call|> b<|endoftext|>"
+    token_ids = own(text)["input_ids"]
+    stream = TextStream(marked, ())
+    for token_id in token_ids:
+        stream.push(token_id)
+    stream.close()
+    expected = text.replace("<|other|>", "").replace("<|endoftext|>", "")
+    assert stream.text == expected == marked.decode(token_ids)
+    assert marked.decode(token_ids, skip_special_tokens=False) == text
+    assert own.decode(token_ids, skip_special_tokens=True) != expected
+    assert with_marks(own, ("<think>",)) is own and with_marks(None, ("<think>",)) is None

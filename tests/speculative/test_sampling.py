@@ -12,7 +12,7 @@ from torch import Tensor
 from tree_oracles import grow_both, random_levels
 
 from treedraft.speculative import noise, sampling, tree
-from treedraft.speculative.sampling import STAGES, SamplingRows, draft_scores, path_tokens, process, sample
+from treedraft.speculative.sampling import STAGES, SamplingRows, draft_scores, mask_tokens, path_tokens, process, sample
 from treedraft.speculative.select import select
 from treedraft.types import DraftTree
 
@@ -383,3 +383,27 @@ def test_draft_scores_perfect_draft_ranks_the_targets_token_first(keys: Tensor) 
 
 def test_sampling_module_stop_columns_match_the_row() -> None:
     assert sampling.MAX_STOP_IDS == rows_of(1).stop_ids.shape[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mask_tokens_before_all_settings_equals_masks_behind_the_bias(dtype: torch.dtype) -> None:
+    """The order of the settings: penalties, bias, grammar and min_tokens, temperature, filters."""
+    batch, nodes, edits = 6, 4, frozenset({"penalties", "bias", "min_tokens"})
+    for seed in range(8):
+        g = torch.Generator().manual_seed(seed)
+        rows = random_rows(batch, seed)
+        logits = torch.randn(batch, nodes, VOCAB, generator=g).to(dtype) * 4
+        masks = torch.randint(-(2**31), 2**31, (batch, nodes, 3), generator=g).int()
+        masks[0] = -1
+        masks[1] = 0
+        masks[1, :, 2] = 1 << 7
+        paths = torch.randint(VOCAB, (batch, nodes, 2), generator=g)
+        depths = torch.randint(3, (batch, nodes), generator=g)
+        kv_lens = torch.arange(10, 10 + batch)
+        first = process(mask_tokens(logits.clone(), masks), rows, paths, depths, kv_lens)
+        edited = process(logits, dataclasses.replace(rows, stages=edits), paths, depths, kv_lens)
+        rest = dataclasses.replace(rows, stages=STAGES - edits)
+        behind = process(mask_tokens(edited.clone(), masks), rest, paths, depths, kv_lens)
+        assert torch.equal(first, behind)
+        allowed = [[v for v in range(VOCAB) if int(masks[1, 0, v >> 5]) >> (v & 31) & 1]]
+        assert allowed == [[2 * 32 + 7]] and (first[1, :, allowed[0][0]] > -torch.inf).any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from treedraft.bench.results import json_safe
 from treedraft.cli.console import make_console
-from treedraft.cli.options import EngineOptions, SamplingOptions, TreeOptions, takes_groups
+from treedraft.cli.options import EngineOptions, SamplingOptions, StructuredOptions, TreeOptions, takes_groups
 from treedraft.cli.prompts import collect_prompts
 
 if TYPE_CHECKING:
@@ -36,13 +37,14 @@ def generate(
         bool, typer.Option("--no-speculation", help="One token a round.", rich_help_panel="Speculation")
     ] = False,
     sampling: SamplingOptions = SamplingOptions(temperature=0.8),
+    structured: StructuredOptions = StructuredOptions(),
     as_json: Annotated[
         bool,
         typer.Option("--json", help="One object a line: prompt, text, token_ids, finish_reason, metrics."),
     ] = False,
 ) -> None:
     """Generate text for each PROMPT."""
-    params = sampling.as_params()
+    params = replace(sampling.as_params(), structured=structured.as_structured())
     speculative = None if no_speculation else tree.as_config()
     given = collect_prompts(prompts, prompts_file, token_ids)
     llm = engine.load(speculative)

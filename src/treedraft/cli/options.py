@@ -12,13 +12,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from treedraft.config import AUTO_NUM_DRAFT_TOKENS, SpeculativeConfig, max_tree_nodes
-from treedraft.errors import ConfigError
-from treedraft.types import SamplingParams
+from treedraft.errors import ConfigError, RequestError
+from treedraft.types import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from treedraft.llm import LLM
@@ -260,6 +261,36 @@ class SamplingOptions:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["stop"] = tuple(self.stop or ())
         return SamplingParams(**values)
+
+
+@dataclass(frozen=True)
+class StructuredOptions:
+    """What the text must be; at most one of them."""
+
+    json_schema: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The text is a JSON document of this schema.", rich_help_panel=_SAMPLING),
+    ] = None
+    regex: Annotated[str | None, typer.Option(help="The text matches this expression.", rich_help_panel=_SAMPLING)] = (
+        None
+    )
+    grammar: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The text follows this grammar, Lark or EBNF.", rich_help_panel=_SAMPLING),
+    ] = None
+
+    def as_structured(self) -> StructuredOutput | None:
+        """Return what was asked for; None for any text. Raises RequestError."""
+        if (self.json_schema, self.regex, self.grammar) == (None, None, None):
+            return None
+        return StructuredOutput(_read(self.json_schema), self.regex, _read(self.grammar))
+
+
+def _read(path: str | None) -> str | None:
+    try:
+        return None if path is None else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {path}: {error}") from error
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -52,6 +52,22 @@ def serve(
             help="Before the metrics' names, and a colon; vllm: for dashboards made for it.", rich_help_panel=_SERVER
         ),
     ] = "treedraft",
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes calls of tools: deepseek_v3, deepseek_v31, kimi_k2, glm45 or qwen. "
+            "Default: requests with tools are refused.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes its thoughts, given as reasoning_content: deepseek_r1, kimi_k2, glm45 or qwen3. "
+            "Default: they are content.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=_SERVER)] = "info",
     engine: EngineOptions = EngineOptions(),
     tree: TreeOptions = TreeOptions(),
@@ -65,16 +81,20 @@ def serve(
     if not metrics_prefix.isidentifier() or not metrics_prefix.isascii():
         raise ConfigError(f"metrics-prefix must be letters, digits and underscores; got {metrics_prefix!r}")
     try:
+        from treedraft.server.reply.formats import call_format, reasoning_format
         from treedraft.server.serve import make_server, run  # here: --help needs neither torch nor a web server
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'treedraft[server]'") from error
     from treedraft.server.service import ServerSettings
 
+    call_format(tool_call_parser), reasoning_format(reasoning_parser)  # an unknown name is refused before the load
     settings = ServerSettings(
         model_name=served_model_name or Path(engine.model).name or engine.model,
         api_key=api_key,
         max_body_bytes=parse_bytes(max_body),
         request_timeout_s=request_timeout,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
     )
     speculative = None if no_speculation else tree.as_config()
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")

@@ -33,8 +33,8 @@ class Engine:
         """Run one step; returns the requests that the collected step changed."""
         plan = self.scheduler.schedule()
         self._launch(plan)
-        result = self._collect(is_last=plan.is_empty)
-        return self.scheduler.commit(result)
+        results = self._collect(is_last=plan.is_empty)
+        return list(dict.fromkeys(request for result in results for request in self.scheduler.commit(result)))
 
     @property
     def is_idle(self) -> bool:
@@ -49,7 +49,8 @@ class Engine:
         if not plan.is_empty:
             self._in_flight.append(self.runner.launch(plan))
 
-    def _collect(self, is_last: bool) -> StepResult:
-        if self._in_flight and (is_last or len(self._in_flight) > self.max_pending):
-            return self.runner.collect(self._in_flight.popleft())
-        return StepResult(rows=())
+    def _collect(self, is_last: bool) -> list[StepResult]:
+        """Read what is due. A grammar's masks need the tokens so far: with one, every step is read at once."""
+        max_pending = 0 if self.scheduler.num_constrained else self.max_pending
+        num_due = max(len(self._in_flight) - max_pending, int(is_last and bool(self._in_flight)))
+        return [self.runner.collect(self._in_flight.popleft()) for _ in range(num_due)] or [StepResult(rows=())]

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from treedraft.engine.text import TextStream
-from treedraft.types import Choice, RequestMetrics, SamplingParams
+from treedraft.types import Choice, Grammar, PromptLogprob, RequestMetrics, SamplingParams, ScoredTokens
 
 
 @dataclass(eq=False)
@@ -26,6 +26,7 @@ class Request:
     stop_token_ids: frozenset[int]
     max_len: int  # prompt and output together end here at the latest
     text: TextStream
+    grammar: Grammar | None = None  # has taken output_token_ids, at any time
     priority: int = 0  # the lower, the more urgent
     deadline_s: float = math.inf  # by time.perf_counter: then the request ends, finished or not
     arrival: int = 0
@@ -40,8 +41,10 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ... as far as known
     finish_reason: str | None = None
     error: str | None = None
+    is_at_fault: bool = False  # the error is the request's own
     num_rounds: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
     started_s: float = 0.0
@@ -81,6 +84,8 @@ class Request:
         top_logprobs: tuple[dict[int, float], ...] | None = None,
     ) -> None:
         """Take a step's tokens up to the first one that ends the request (class 17: stop inside an accepted run)."""
+        if self.grammar is not None and self.grammar.error is not None:  # it gave no masks for these tokens
+            return self._fail_grammar(self.grammar.error)
         output, stops, push = self.output_token_ids, self.stop_token_ids, self.text.push
         for i, token_id in enumerate(token_ids):
             output.append(token_id)
@@ -94,8 +99,49 @@ class Request:
                 return self.finish("stop")
             if push(token_id) and may_stop:
                 return self.finish("stop")
+            if self.grammar is not None and self._advance_grammar(self.grammar, token_id):
+                return None
             if num_output >= self.output_limit:
                 return self.finish("length")
+
+    def _advance_grammar(self, grammar: Grammar, token_id: int) -> bool:
+        """True when this ended the request: as its text is complete, however early, nothing may follow."""
+        grammar.advance(token_id)
+        if grammar.error is not None:
+            self._fail_grammar(grammar.error)
+        elif grammar.is_finished:
+            self.finish("stop")
+        return self.is_finished
+
+    def _fail_grammar(self, error: str) -> None:
+        """Its text turned out to be too complex."""
+        self.is_at_fault = True
+        self.finish("error", f"request {self.request_id}: the grammar failed: {error}")
+
+    def to_score(self, start: int, end: int) -> tuple[int, int]:
+        """Of the rows [start, end) those whose next prompt token has no log-probability yet, if it is wanted."""
+        if self.params.prompt_logprobs is None:
+            return 0, 0
+        first, last = max(start, len(self.prompt_logprobs)), min(end, len(self.prompt_token_ids) - 1)
+        return (first, last) if first < last else (0, 0)
+
+    def add_prompt_logprobs(self, scored: ScoredTokens) -> None:
+        """Take a chunk's log-probabilities. Chunks come in order; one that was prefilled again replaces itself."""
+        self.prompt_logprobs[scored.start :] = scored.logprobs
+
+    def whole_prompt_logprobs(self) -> tuple[PromptLogprob | None, ...]:
+        """One for each prompt token; None for the first, and for those that an early end left unknown."""
+        rest = len(self.prompt_token_ids) - 1 - len(self.prompt_logprobs)
+        return (None, *self.prompt_logprobs, *[None] * rest)
+
+    @property
+    def num_reusable(self) -> int:
+        """Rows that cached pages may stand for: not the last, whose state sampling and drafting begin with, nor those
+        whose log-probabilities are wanted and not yet known."""
+        num_rows = self.num_known - bool(self.output_token_ids)
+        num_scored, num_wanted = len(self.prompt_logprobs), len(self.prompt_token_ids) - 1
+        is_scored = self.params.prompt_logprobs is None or num_scored == num_wanted
+        return num_rows - 1 if is_scored else min(num_rows - 1, num_scored)
 
     def count_round(self, num_accepted: int) -> None:
         """Record one verify round that accepted drafts down to depth `num_accepted`."""

@@ -47,6 +47,7 @@ class Scheduler:
         self.by_id: dict[int, Request] = {}
         self.acceptance = AcceptanceWatch()
         self.num_preemptions = 0
+        self.num_constrained = 0  # unfinished requests with a grammar
         self.num_prompt_tokens = 0  # of all requests that were ever admitted
         self.num_cached_tokens = 0  # of these, found in the prefix cache
         self._num_added = 0
@@ -71,6 +72,7 @@ class Scheduler:
         """Queue a request that fits."""
         request.arrival, self._num_added = self._num_added, self._num_added + 1
         self.by_id[request.request_id] = request
+        self.num_constrained += request.grammar is not None
         if request.deadline_s < math.inf:
             self._with_deadline[request.request_id] = request
         insort(self.waiting, request, key=Request.rank)
@@ -87,6 +89,7 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self.by_id.clear()
+        self.num_constrained = 0
         self.kv.reset()
         self._with_deadline.clear()
         self._ended.clear()
@@ -114,6 +117,9 @@ class Scheduler:
     def commit(self, result: StepResult) -> list[Request]:
         """Take a collected step's tokens; returns the requests that it changed. A finished one's rows are dropped."""
         changed, self._ended = self._ended, []
+        for scored in result.scored:
+            if scored.request_id in self.by_id:
+                self.by_id[scored.request_id].add_prompt_logprobs(scored)
         for row in result.rows:
             request = self.by_id.get(row.request_id)
             if request is None:  # finished or aborted while this round was in flight: a dead round
@@ -207,7 +213,7 @@ class Scheduler:
         request.pending_rounds += 1
         most = min(request.params.num_draft_tokens or self.max_nodes, self.max_nodes)
         node_limit = max(1, min(most, request.owned_len - upper))
-        return DecodeRow(request.request_id, request.slot, upper, node_limit, request.params, is_exact)
+        return DecodeRow(request.request_id, request.slot, upper, node_limit, request.params, is_exact, request.grammar)
 
     def _prefill(self, request: Request, prefills: list[PrefillRow]) -> None:
         """Append the request's next chunk, as far as the step's tokens go."""
@@ -231,6 +237,8 @@ class Scheduler:
                 start=start,
                 next_token=known[end] if end < len(known) else None,
                 is_last=end == request.prefill_len,
+                scored=request.to_score(start, end),
+                grammar=request.grammar,
             )
         )
 
@@ -291,14 +299,18 @@ class Scheduler:
         if request.params.num_draft_tokens is None:  # a request's own tree says nothing about the engine's
             if self.chooser is not None:
                 self.chooser.count(row.shape, row.accepted_by_shape)
-            if self.max_nodes > 1 and row.shape == 0:  # the largest tree
+            # Of the largest tree; a grammar forbids drafts of the best head.
+            if self.max_nodes > 1 and row.shape == 0 and request.grammar is None:
                 self.acceptance.count(num_accepted)
         request.append(row.token_ids, row.logprobs, row.top_logprobs)
 
     def _commit_prefill(self, request: Request, row: RowResult) -> None:
         if row.token_ids:
             request.prefilled_s = time.perf_counter()
-            request.append(row.token_ids, row.logprobs, row.top_logprobs)
+            if request.output_limit == 0:
+                request.finish("length")
+            else:
+                request.append(row.token_ids, row.logprobs, row.top_logprobs)
         if request.slot >= 0:
             self.kv.publish(request.slot, self._committed(request))
 
@@ -307,13 +319,12 @@ class Scheduler:
 
         A prompt's KV is, once its logits were read: a NaN in it would be in them.
         """
-        is_good = request.output_token_ids and request.finish_reason != "error"
+        is_good = request.prefilled_s > 0 and request.finish_reason != "error"
         return request.known_token_ids[: request.kv_len + 1] if is_good else ()
 
     def _cached(self, request: Request) -> list[CachedPage]:
-        """Cached pages that begin the text, its last row never included: sampling and drafting begin with its state."""
-        num_rows = request.num_known - bool(request.output_token_ids)
-        return self.kv.find_prefix(request.known_token_ids, (num_rows - 1) // self.kv.page_size)
+        """Cached pages that begin the text, as far as its rows need not be computed."""
+        return self.kv.find_prefix(request.known_token_ids, request.num_reusable // self.kv.page_size)
 
     def _most_pages(self, request: Request) -> int:
         """Pages that the request may own at most. A pool too small for its last tree: the tree shrinks."""
@@ -332,6 +343,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         del self.by_id[request.request_id]
+        self.num_constrained -= request.grammar is not None
         self._with_deadline.pop(request.request_id, None)
 
     def _leave_slot(self, request: Request) -> None:

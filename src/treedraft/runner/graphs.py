@@ -14,6 +14,8 @@ of graphs with host work between them, one graph a forward, and the host waits f
 
     one graph:     | draft 1 | draft 2 | ... | verify, sample, walk, commit, extend |
     with seams:    | draft 1 | plan | draft 2 | plan | ... | plan | verify, ... | plan | extend |
+
+Programs for batches with a grammar have the seams of runner.seam, two, and the host waits at the second alone.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ from treedraft.kv.buffers import Buffers
 from treedraft.kv.page_table import PageTable
 from treedraft.runner.batch import DecodeBatch, gather_decode
 from treedraft.runner.round import RoundTensors
+from treedraft.runner.seam import Seam, StaticSeam
 from treedraft.runner.state import TABLE_STAGES, DeviceState, stages_of
-from treedraft.speculative.sampling import STAGES, SamplingRows
+from treedraft.speculative.sampling import GRAMMAR, STAGES, SamplingRows
 from treedraft.types import DecodeRow
 
 Replay = Literal["capture", "eager"]
-RunRound = Callable[[DecodeBatch, SamplingRows, int], RoundTensors]  # the last: the index of the tree's shape
+RunRound = Callable[[DecodeBatch, SamplingRows, int, Seam | None], RoundTensors]  # int: the index of the tree's shape
 CountByShape = Callable[[RoundTensors], Tensor | None]
 
 # Sampling stages of each captured program; a batch runs the first that has all of its own. A stage that no row uses
@@ -50,6 +53,7 @@ VARIANTS: tuple[frozenset[str], ...] = (
     frozenset({"noise"}),
     frozenset({"noise", "top_k", "top_p", "min_p"}),  # no table of the vocabulary's size
     STAGES,
+    STAGES | {GRAMMAR},
 )
 WARM_UP_ROUNDS = 2  # compile kernels, make handles and workspaces, before a capture
 
@@ -91,6 +95,7 @@ class GraphState:
         self.run_round, self.state, self.pages, self.page_size = run_round, state, pages, page_size
         self.chain, self.attention, self.buffers = chain, attention, buffers
         self.max_kv_len, self.replay = max_kv_len, replay
+        self.seam: StaticSeam | None = None  # of programs with the stage GRAMMAR
         self.programs: dict[tuple[int, frozenset[str], int], Program] = {}
         self.outputs: RoundTensors | None = (
             None  # of shape 0, the largest: those of other shapes begin at the same words
@@ -108,6 +113,8 @@ class GraphState:
         """Run a round for these rows, and count by shape. All holds until the next call. Syncs only with seams."""
         program = self.pick(len(rows), stages_of(tuple(r.sampling for r in rows)), shape)
         self.write_inputs(program, rows)
+        if self.seam is not None:
+            self.seam.grammars = tuple(r.grammar for r in rows)
         for step in program.steps:
             step()
         batch = self._eager_batch if program.batch is None else program.batch
@@ -153,7 +160,7 @@ class GraphState:
         )
         of_stage = {stage: used.bool() for stage, used in zip(TABLE_STAGES, uses, strict=True) if stage in stages}
         rows = self.state.gather_sampling(slots, stages, of_stage)
-        result = self.run_round(batch, rows, shape)
+        result = self.run_round(batch, rows, shape, self.seam if GRAMMAR in stages else None)
         copy_rows(result, self._outputs_for(result, shape))
         counts = self.count_by_shape(result)
         if counts is not None:
@@ -213,9 +220,9 @@ def init_graph_state(
     graphs = GraphState(
         run_round, state, pages, page_size, chain, attention, buffers, max_kv_len, replay, count_by_shape
     )
-    where = None
-    if replay == "capture":
-        where = _Where(torch.cuda.Stream(state.device), torch.cuda.graph_pool_handle(), tuple(host_planned))
+    if any(GRAMMAR in stages for stages in variants):
+        graphs.seam = StaticSeam(max_batch, state.output_counts.shape[1], buffers)
+    where = _Where(torch.cuda.Stream(state.device), torch.cuda.graph_pool_handle()) if replay == "capture" else None
     buckets = bucket_sizes(max_batch)
     number = len(buckets) * len(variants) * num_shapes
     with _no_collection(), _progress(number, is_shown=where is not None) as advance:
@@ -229,7 +236,8 @@ def init_graph_state(
             )
             for shape in range(num_shapes):
                 for stages in reversed(variants):
-                    program = _program(graphs, inputs, stages, shape, where)
+                    seams = (*host_planned, graphs.seam) if GRAMMAR in stages else tuple(host_planned)
+                    program = _program(graphs, inputs, stages, shape, where, seams)
                     graphs.programs[bucket, stages, shape] = program
                     advance()
     return graphs
@@ -241,7 +249,6 @@ class _Where:
 
     stream: torch.cuda.Stream
     pool: Any
-    host_planned: tuple[Any, ...]
 
 
 @contextmanager
@@ -257,12 +264,19 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _program(graphs: GraphState, inputs: Tensor, stages: frozenset[str], shape: int, where: _Where | None) -> Program:
+def _program(
+    graphs: GraphState,
+    inputs: Tensor,
+    stages: frozenset[str],
+    shape: int,
+    where: _Where | None,
+    seams: tuple[Any, ...],
+) -> Program:
     """Make one program, captured or not. The first of each shape also makes the shape's outputs."""
     program = Program(inputs, stages, (lambda: graphs.run_eagerly(inputs, stages, shape),), None, shape)
     graphs.write_inputs(program, ())
     if where is not None:
-        return _capture(graphs, program, where)
+        return _capture(graphs, program, where, seams)
     if shape not in graphs._outputs_of:
         graphs.round(inputs, stages, shape)
     return program
@@ -282,7 +296,7 @@ def _progress(total: int, is_shown: bool) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def _capture(graphs: GraphState, program: Program, where: _Where) -> Program:
+def _capture(graphs: GraphState, program: Program, where: _Where, seams: tuple[Any, ...]) -> Program:
     """Record a round whose rows are all padded. Syncs."""
     inputs, stages, shape, stream = program.inputs, program.stages, program.shape, where.stream
     stream.wait_stream(torch.cuda.current_stream(inputs.device))
@@ -292,8 +306,8 @@ def _capture(graphs: GraphState, program: Program, where: _Where) -> Program:
         torch.cuda.synchronize(inputs.device)
         recording = _Recording(where.pool)
         try:
-            for backend in where.host_planned:
-                backend.at_host = recording.cut
+            for seam in seams:
+                seam.at_host = recording.cut
             recording.begin()
             batch = graphs.round(inputs, stages, shape)
             recording.end()
@@ -302,8 +316,8 @@ def _capture(graphs: GraphState, program: Program, where: _Where) -> Program:
                 recording.graph.capture_end()
             raise
         finally:
-            for backend in where.host_planned:
-                backend.at_host = run_now
+            for seam in seams:
+                seam.at_host = run_now
     torch.cuda.current_stream(inputs.device).wait_stream(stream)
     torch.cuda.synchronize(inputs.device)
     return Program(inputs, stages, tuple(recording.steps), batch, shape)

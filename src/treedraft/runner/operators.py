@@ -15,7 +15,7 @@ from torch import Tensor
 from treedraft.kv.allocator import TRASH_PAGE
 from treedraft.kv.page_table import slots_of
 from treedraft.speculative.noise import gumbel
-from treedraft.speculative.sampling import SamplingRows, draft_scores, path_tokens, process, sample
+from treedraft.speculative.sampling import SamplingRows, draft_scores, mask_tokens, path_tokens, process, sample
 from treedraft.speculative.select import select
 from treedraft.speculative.tree import CandidatePool, Frontier, next_level, stable_topk
 from treedraft.speculative.verify import walk
@@ -70,6 +70,10 @@ class Operators(Protocol):
         ...
 
     def path_tokens(self, tree: DraftTree, max_depth: int) -> Tensor:
+        """See speculative.sampling."""
+        ...
+
+    def mask_tokens(self, logits: Tensor, masks: Tensor) -> Tensor:
         """See speculative.sampling."""
         ...
 
@@ -147,6 +151,9 @@ class TorchOperators:
 
     def path_tokens(self, tree: DraftTree, max_depth: int) -> Tensor:
         return path_tokens(tree, max_depth)
+
+    def mask_tokens(self, logits: Tensor, masks: Tensor) -> Tensor:
+        return mask_tokens(logits, masks)
 
     def sample(
         self,
@@ -233,6 +240,11 @@ class TritonOperators:
         from treedraft.kernels.tree import path_tokens_triton
 
         return path_tokens_triton(tree, max_depth)
+
+    def mask_tokens(self, logits: Tensor, masks: Tensor) -> Tensor:
+        from treedraft.kernels.mask import mask_tokens_triton
+
+        return mask_tokens_triton(logits, masks)
 
     def sample(
         self,

@@ -14,6 +14,7 @@ from treedraft.models.deepseek import DeepseekModel
 from treedraft.runner.batch import DecodeBatch, PrefillBatch
 from treedraft.runner.drafter import Drafter
 from treedraft.runner.operators import Operators, join, logits_parts
+from treedraft.runner.seam import Seam
 from treedraft.runner.state import DeviceState
 from treedraft.speculative.sampling import SamplingRows
 from treedraft.types import Accepted, DraftTree, ModelOutput, TreeRows
@@ -91,20 +92,30 @@ class RoundTensors:
 
 
 def run_round(
-    batch: DecodeBatch, rows: SamplingRows, target: Target, drafter: Drafter | None, state: DeviceState, num_steps: int
+    batch: DecodeBatch,
+    rows: SamplingRows,
+    target: Target,
+    drafter: Drafter | None,
+    state: DeviceState,
+    num_steps: int,
+    seam: Seam | None = None,
 ) -> RoundTensors:
-    """Run one round and advance the device state. No host value is read. num_steps: levels of the tree, 0 without.
+    """Run one round and advance the device state. num_steps: levels of the tree, 0 without.
 
+    No host value is read but at the seam, which a batch with a grammar has: between its two calls the target runs.
     Where an index list was too small the round is void: the device state stays as it was. Tree slots may be written.
     """
     operators = state.operators
     noise = round_noise(batch, rows, target, num_steps, operators)
     tree = single_node(batch) if drafter is None else drafter.propose(batch, rows, noise)
+    if seam is not None:
+        seam.drafted(tree)
     output = target.verify(batch, tree)
+    masks = None if seam is None else seam.masks()
     max_path = min(num_steps, tree.token_ids.shape[1] - 1) + 1
     paths = paths_of(tree, rows, max_path - 1, operators)
     sampled, node_has_nan = sample_nodes(
-        target, output.hidden, rows, paths, tree.depths, batch.kv_lens, noise, operators
+        target, output.hidden, rows, paths, tree.depths, batch.kv_lens, noise, masks, operators
     )
     accepted, has_nan = operators.walk(tree, sampled, max_path, node_has_nan)
     target.commit(batch, accepted)
@@ -119,28 +130,39 @@ def run_round(
 
 
 def run_prefill(
-    batch: PrefillBatch, rows: SamplingRows | None, target: Target, drafter: Drafter | None, state: DeviceState
-) -> RoundTensors | None:
+    batch: PrefillBatch,
+    rows: SamplingRows | None,
+    target: Target,
+    drafter: Drafter | None,
+    state: DeviceState,
+    seam: Seam | None = None,
+) -> tuple[RoundTensors | None, Tensor]:
     """Forward chunks of known tokens, and sample the first token of the sequences that have none.
 
-    rows: of those sequences, `batch.sampled`; None when there are none. Every chunk leaves the device state as if the
-    sequence ended there, so that after its last one rounds may follow.
+    Return what was sampled, and the states of all rows, [T, H].
+    rows, seam: of those sequences, `batch.sampled`; rows is None when there are none. Every chunk
+    leaves the device state as if the sequence ended there, so that after its last one rounds may follow.
     """
     output = target.prefill(batch)
     state.kv_lens[batch.slots] = batch.positions[batch.last_rows] + 1
     state.roots[batch.slots] = batch.next_tokens[batch.last_rows]
     result, next_tokens = None, batch.next_tokens
     if rows is not None:
-        result = first_tokens(batch, rows, output, target, state)
+        result = first_tokens(batch, rows, output, target, state, seam)
         next_tokens = next_tokens.clone()
         next_tokens[batch.last_rows[batch.sampled]] = result.sampled[:, 0]
     if drafter is not None:
         drafter.prefill(batch, output.features, next_tokens)
-    return result
+    return result, output.hidden
 
 
 def first_tokens(
-    batch: PrefillBatch, rows: SamplingRows, output: ModelOutput, target: Target, state: DeviceState
+    batch: PrefillBatch,
+    rows: SamplingRows,
+    output: ModelOutput,
+    target: Target,
+    state: DeviceState,
+    seam: Seam | None = None,
 ) -> RoundTensors:
     """Sample behind the last rows of `batch.sampled`, each a tree of one node, and make the tokens roots."""
     operators, last_rows = state.operators, batch.last_rows[batch.sampled]
@@ -148,9 +170,12 @@ def first_tokens(
     noise = None
     if "noise" in rows.stages:
         noise = operators.noise(rows.noise_key, last[:, None] + 1, target.model.config.vocab_size)
-    tree = _one_node(batch.token_ids[last_rows])
+    tree, masks = _one_node(batch.token_ids[last_rows]), None
+    if seam is not None:
+        seam.drafted(tree)
+        masks = seam.masks()
     paths = paths_of(tree, rows, 0, operators)
-    sampled, node_has_nan = sample_nodes(target, hidden, rows, paths, tree.depths, last, noise, operators)
+    sampled, node_has_nan = sample_nodes(target, hidden, rows, paths, tree.depths, last, noise, masks, operators)
     accepted, has_nan = operators.walk(tree, sampled, 1, node_has_nan)
     fits = torch.zeros_like(state.overflow)
     counts = state.output_counts if "penalties" in rows.stages else None
@@ -167,20 +192,27 @@ def sample_nodes(
     depths: Tensor,
     kv_lens: Tensor,
     noise: Tensor | None,
+    masks: Tensor | None,
     operators: Operators,
 ) -> tuple[Tensor, Tensor]:
     """The target's token at every node, int64 [B, N], and whether its logits hold a NaN, bool [B, N].
 
-    hidden [B, N, H]; the others as of `process` and `sample`. A large batch goes in parts: its logits are never whole.
+    hidden [B, N, H]; masks [B, N, words] of `mask_tokens`, where there is a grammar; the others as of `process` and
+    `sample`. A large batch goes in parts: its logits are never whole.
     """
     batch, num_nodes, _ = hidden.shape
     parts = logits_parts(batch, num_nodes, target.model.config.vocab_size, hidden.dtype)
+
+    def logits_of(part: slice) -> Tensor:
+        logits = target.model.logits(hidden[part])
+        return logits if masks is None else operators.mask_tokens(logits, masks[part])
+
     if len(parts) == 1:
-        return operators.sample(target.model.logits(hidden), rows, paths, depths, kv_lens, noise)
+        return operators.sample(logits_of(parts[0]), rows, paths, depths, kv_lens, noise)
     return join(
         [
             operators.sample(
-                target.model.logits(hidden[part]),
+                logits_of(part),
                 rows.part(part),
                 paths[part],
                 depths[part],

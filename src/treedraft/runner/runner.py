@@ -18,7 +18,9 @@ from treedraft.runner.capture import CapturedRounds
 from treedraft.runner.drafter import Drafter
 from treedraft.runner.graphs import GraphState
 from treedraft.runner.operators import logits_parts
+from treedraft.runner.prompt_logprobs import Scores, read_scores, score_prompts
 from treedraft.runner.round import RoundTensors, Target, run_prefill, run_round
+from treedraft.runner.seam import EagerSeam, Seam
 from treedraft.runner.shapes import ShapedRound
 from treedraft.runner.state import DeviceState
 from treedraft.speculative.sampling import SamplingRows
@@ -58,7 +60,7 @@ class Unsampled:
     request_ids: tuple[int, ...]
 
 
-Part = HostCopy | Refused | Unsampled
+Part = HostCopy | Refused | Unsampled | Scores
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
-        """Enqueue a step: table changes, then one round for all running sequences, then prefills."""
+        """Enqueue a step: table changes, then one round for all running sequences, then prefills.
+
+        Syncs with a round's drafts, and with a prefill, where a row has a grammar."""
         for slot in plan.released_slots:
             self.pages.clear(slot)
         self.pages.apply(plan.page_updates)
@@ -106,9 +110,10 @@ class Runner:
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Read a step's tokens. Syncs with that step's copy alone."""
-        results = [_read(part) for part in ticket.parts]
+        scored = tuple(s for part in ticket.parts if isinstance(part, Scores) for s in read_scores(part))
+        results = [_read(part) for part in ticket.parts if not isinstance(part, Scores)]
         reasons = (reason for _, reason in results if reason is not None)
-        return StepResult(rows=tuple(row for rows, _ in results for row in rows), overflow=next(reasons, None))
+        return StepResult(tuple(row for rows, _ in results for row in rows), scored, next(reasons, None))
 
     @property
     def backends(self) -> tuple[TreeAttention, ...]:
@@ -135,18 +140,29 @@ class Runner:
         sampled = tuple(r for r in rows if r.next_token is None)
         slots, params = batch.slots[batch.sampled], tuple(r.sampling for r in sampled)
         sampling = self.state.sampling_rows(slots, params) if sampled else None
-        result = run_prefill(batch, sampling, self.target, self.drafter, self.state)
+        result, hidden = run_prefill(batch, sampling, self.target, self.drafter, self.state, self._seam(sampled))
         parts: list[Part] = [Unsampled(tuple(r.request_id for r in rows if r.next_token is not None))]
+        scores = score_prompts(rows, batch, hidden, self.target.model)
+        if scores is not None:
+            parts.append(scores)
         return parts if result is None else [*parts, self._copy_out(sampled, result, is_round=False)]
 
     def at_shape(self, shape: int) -> ShapedRound:
         """The round of a shape: its drafter, levels and record."""
         return self.smaller[shape - 1] if shape else ShapedRound(self.drafter, self.num_steps, self.captured)
 
-    def run_round(self, batch: DecodeBatch, rows: SamplingRows, shape: int = 0) -> RoundTensors:
+    def run_round(
+        self, batch: DecodeBatch, rows: SamplingRows, shape: int = 0, seam: Seam | None = None
+    ) -> RoundTensors:
         """Run one round of a packed batch, with trees of a shape."""
         at = self.at_shape(shape)
-        return run_round(batch, rows, self.target, at.drafter, self.state, at.num_steps)
+        return run_round(batch, rows, self.target, at.drafter, self.state, at.num_steps, seam)
+
+    def _seam(self, rows: tuple[PrefillRow, ...] | tuple[DecodeRow, ...]) -> EagerSeam | None:
+        """What a round of these rows calls before it samples; None where none has a grammar."""
+        grammars = tuple(r.grammar for r in rows)
+        has_grammar = any(g is not None for g in grammars)
+        return EagerSeam(grammars, self.target.model.config.vocab_size) if has_grammar else None
 
     def count_by_shape(self, result: RoundTensors) -> Tensor | None:
         """[B, J] int64: what trees of each shape would have had accepted; None where there is only one shape."""
@@ -158,11 +174,11 @@ class Runner:
             return self.graphs.run(rows, shape)
         batch = pack_decode(rows, self.state, self.pages, self.page_size, self.target.attention, self.chain)
         sampling = self.state.sampling_rows(batch.slots, tuple(r.sampling for r in rows))
-        at = self.at_shape(shape)
-        if at.captured is not None and at.captured.drafter is at.drafter:
+        at, seam = self.at_shape(shape), self._seam(rows)
+        if seam is None and at.captured is not None and at.captured.drafter is at.drafter:
             result = at.captured.run(batch, sampling)
         else:
-            result = self.run_round(batch, sampling, shape)
+            result = self.run_round(batch, sampling, shape, seam)
         return batch, result, self.count_by_shape(result)
 
     def _launch_round(self, rows: tuple[DecodeRow, ...], shape: int = 0) -> HostCopy:
@@ -222,7 +238,7 @@ def path_logprobs(result: RoundTensors, num_top: int, model: DeepseekModel) -> T
     return torch.cat(parts)
 
 
-def _read(part: Part) -> tuple[list[RowResult], str | None]:
+def _read(part: HostCopy | Refused | Unsampled) -> tuple[list[RowResult], str | None]:
     """A part's rows, and why they are void if they are."""
     if isinstance(part, Unsampled):
         return [RowResult(i, False, (), False, None, None) for i in part.request_ids], None

@@ -9,7 +9,7 @@ from treedraft.attention.packed import new_record
 from treedraft.errors import InvariantError
 from treedraft.kv.buffers import Buffers
 from treedraft.runner.operators import Operators, TorchOperators
-from treedraft.speculative.sampling import MAX_STOP_IDS, SamplingRows
+from treedraft.speculative.sampling import GRAMMAR, MAX_STOP_IDS, SamplingRows
 from treedraft.types import PrefillRow, SamplingParams
 
 # Rows of the tables of what each slot has one number of. A float is off at 0, from top_p on at 1.
@@ -82,7 +82,7 @@ class DeviceState:
         self.frequency_penalty[slot] = params.frequency_penalty
         self.noise_key[slot] = row.noise_key
         self.prompt_lens[slot] = len(row.prompt_token_ids)
-        self.min_tokens[slot] = params.min_tokens
+        self.min_tokens[slot] = params.min_tokens if params.structured is None else 0  # its masks see to it
         stop_ids = (list(row.stop_token_ids) + [-1] * MAX_STOP_IDS)[:MAX_STOP_IDS]
         self.stop_ids[slot] = torch.tensor(stop_ids, device=self.device)
         stages = stages_of((params,))
@@ -149,8 +149,10 @@ def stages_of(params: tuple[SamplingParams, ...]) -> frozenset[str]:
             stages.add("penalties")
         if p.logit_bias:
             stages.add("bias")
-        if p.min_tokens:
+        if p.min_tokens and p.structured is None:
             stages.add("min_tokens")
+        if p.structured is not None:
+            stages.add(GRAMMAR)
         if p.temperature > 0:
             stages.add("noise")
             if p.top_k > 0:

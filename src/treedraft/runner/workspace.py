@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from treedraft.runner.batch import gather_decode
 from treedraft.runner.runner import Runner
+from treedraft.runner.seam import EagerSeam
 from treedraft.runner.state import TABLE_STAGES
 from treedraft.speculative.sampling import STAGES
 
@@ -64,8 +65,10 @@ def round_bytes(runner: Runner, max_batch: int, max_kv_len: int) -> int:
             runner.chain,
         )
         rows = runner.state.gather_sampling(slots, STAGES, {stage: slots.bool() for stage in TABLE_STAGES})
-        result = runner.run_round(batch, rows)
-        del result, rows, batch, slots
+        # With static buffers the masks of grammars are among these.
+        seam = EagerSeam((), runner.target.model.config.vocab_size) if runner.graphs is None else runner.graphs.seam
+        result = runner.run_round(batch, rows, 0, seam)
+        del result, rows, batch, slots, seam
     return live.peak
 
 

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 from treedraft.engine.request import Request, metrics_of
 from treedraft.server.async_engine import Generation, Increment
+from treedraft.server.reply.count import num_reasoning_tokens
+from treedraft.server.reply.parser import Call, Delta, ReplyForm, ReplyParser
+from treedraft.server.scores import by_token_id, echoed, finite, from_position, ranked
 from treedraft.server.tokens import TokenTexts
 
 
@@ -45,8 +48,8 @@ class Answer(Protocol):
     def first_chunks(self) -> list[dict[str, Any]]:
         """What a stream begins with."""
 
-    def chunk(self, increment: Increment) -> dict[str, Any]:
-        """What a stream sends for one increment."""
+    def chunk(self, increment: Increment) -> dict[str, Any] | None:
+        """What a stream sends for one increment; None: nothing."""
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """What a stream ends with."""
@@ -109,6 +112,17 @@ class _OpenAI(_Base):
 class ChatAnswer(_OpenAI):
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, *args: Any, form: ReplyForm = ReplyForm(), **options: Any):  # noqa: B008  frozen
+        """form: what the texts are read as."""
+        super().__init__(*args, **options)
+        self.form = form
+        self.replies = [ReplyParser(form) for _ in self.parts]
+        self._delta = Delta()
+
+    def add(self, increment: Increment) -> None:
+        super().add(increment)
+        self._delta = self.replies[increment.index].push(increment.text, increment.finish_reason is not None)
+
     def first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [
@@ -116,37 +130,60 @@ class ChatAnswer(_OpenAI):
             for i in range(len(self.parts))
         ]
 
-    def chunk(self, increment: Increment) -> dict[str, Any]:
-        delta = {"content": increment.text} if increment.text else {}
-        return self._chunk(
-            [
-                {
-                    "index": increment.index,
-                    "delta": delta,
-                    "logprobs": self._logprobs(increment),
-                    "finish_reason": increment.finish_reason,
-                }
-            ],
-            increment.trace,
-        )
+    def chunk(self, increment: Increment) -> dict[str, Any] | None:
+        logprobs, delta = self._logprobs(increment), self._delta
+        if delta.is_empty and logprobs is None and increment.trace is None and increment.finish_reason is None:
+            return None  # all of it is held back
+        choice = {
+            "index": increment.index,
+            "delta": _delta_as_json(delta),
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason(increment.index),
+        }
+        return self._chunk([choice], increment.trace)
 
     def whole(self) -> dict[str, Any]:
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": part.text, "refusal": None},
+                "message": self._message(self.replies[i]),
                 "logprobs": self._logprobs(part),
-                "finish_reason": part.finish_reason,
+                "finish_reason": self._finish_reason(i),
             }
             for i, part in enumerate(self.parts)
         ]
-        return self._envelope(self.object_name, choices) | self._figures()
+        return self._envelope(self.object_name, choices) | self._figures() | self._prompt_logprobs()
+
+    def _message(self, reply: ReplyParser) -> dict[str, Any]:
+        content = None if reply.calls and not reply.content else reply.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.form.reasoning is not None:
+            message["reasoning_content"] = reply.reasoning or None
+        if reply.calls:
+            message["tool_calls"] = [_call_as_json(call) for call in reply.calls]
+        return message
+
+    def _finish_reason(self, index: int) -> str | None:
+        reason = self.parts[index].finish_reason
+        return "tool_calls" if reason == "stop" and self.replies[index].calls else reason
+
+    def _figures(self) -> dict[str, Any]:
+        figures = super()._figures()
+        if self.form.reasoning is not None:
+            pairs = zip(self.requests, self.replies, strict=True)
+            counts = (num_reasoning_tokens(r, reply, self.form.reasoning) for r, reply in pairs)
+            figures["usage"]["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
+        return figures
+
+    def _prompt_logprobs(self) -> dict[str, Any]:
+        num_top = self.requests[0].params.prompt_logprobs
+        return {} if num_top is None else {"prompt_logprobs": by_token_id(self.requests[0], num_top, self.tokens)}
 
     def _logprobs(self, of: Part | Increment) -> dict[str, Any] | None:
         if self.requests[0].params.logprobs is None:
             return None
         entries = [
-            self._entry(token_id, logprob) | {"top_logprobs": [self._entry(*pair) for pair in _ranked(top)]}
+            self._entry(token_id, logprob) | {"top_logprobs": [self._entry(*pair) for pair in ranked(top)]}
             for token_id, logprob, top in zip(of.token_ids, of.logprobs, of.top_logprobs, strict=True)
         ]
         return {"content": entries, "refusal": None}
@@ -154,7 +191,7 @@ class ChatAnswer(_OpenAI):
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self.tokens.text(token_id),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": self.tokens.bytes(token_id),
         }
 
@@ -162,53 +199,82 @@ class ChatAnswer(_OpenAI):
 class CompletionAnswer(_OpenAI):
     object_name = chunk_name = "text_completion"
 
-    def __init__(self, *args: Any, echoes: list[str] | None = None, **options: Any):
-        """echoes: for each choice the text of its prompt, which comes first."""
+    def __init__(
+        self, *args: Any, echoes: list[str] | None = None, num_prompt_logprobs: int | None = None, **options: Any
+    ):
+        """echoes: for each choice the text of its prompt, which comes first.
+
+        num_prompt_logprobs: best tokens in the answer's `prompt_logprobs`; None: the field is left out.
+        """
         super().__init__(*args, **options)
         self.echoes = echoes
+        self.num_prompt_logprobs = num_prompt_logprobs
+        # Texts of prompts that come with log-probabilities, which are known once the first token is.
+        self._late_echoes = dict(enumerate(echoes)) if echoes and self.requests[0].params.logprobs is not None else {}
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        echoes = self.echoes or []
+        echoes = [] if self._late_echoes else self.echoes or []
         return [self._chunk([self._choice(i, text, None, None)]) for i, text in enumerate(echoes)]
 
     def chunk(self, increment: Increment) -> dict[str, Any]:
-        logprobs = self._logprobs(increment, self.parts[increment.index])
-        choice = self._choice(increment.index, increment.text, logprobs, increment.finish_reason)
-        return self._chunk([choice], increment.trace)
+        index, text = increment.index, increment.text
+        with_prompt = index in self._late_echoes
+        text = self._late_echoes.pop(index, "") + text
+        logprobs = self._logprobs(increment, index, with_prompt)
+        return self._chunk([self._choice(index, text, logprobs, increment.finish_reason)], increment.trace)
 
     def whole(self) -> dict[str, Any]:
         choices = []
         for i, part in enumerate(self.parts):
             text = (self.echoes[i] if self.echoes else "") + part.text
-            choices.append(self._choice(i, text, self._logprobs(part, part), part.finish_reason))
+            logprobs = self._logprobs(part, i, bool(self._late_echoes))
+            choices.append(self._choice(i, text, logprobs, part.finish_reason))
+            if self.num_prompt_logprobs is not None:
+                scores = by_token_id(self.requests[i], self.num_prompt_logprobs, self.tokens)
+                choices[-1]["prompt_logprobs"] = scores
         return self._envelope(self.object_name, choices) | self._figures()
 
     @staticmethod
     def _choice(index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs(self, of: Part | Increment, part: Part) -> dict[str, Any] | None:
-        if self.requests[0].params.logprobs is None:
+    def _logprobs(self, of: Part | Increment, index: int, with_prompt: bool) -> dict[str, Any] | None:
+        num_top = self.requests[index].params.logprobs
+        if num_top is None:
             return None
-        texts = [self.tokens.text(t) for t in of.token_ids]
+        form: dict[str, list[Any]] = {
+            "tokens": [self.tokens.text(t) for t in of.token_ids],
+            "token_logprobs": [finite(x) for x in of.logprobs],
+            "top_logprobs": [{self.tokens.text(t): finite(x) for t, x in ranked(top)} for top in of.top_logprobs],
+        }
+        if with_prompt:
+            prompt = echoed(self.requests[index], num_top, self.tokens)
+            form = {name: prompt[name] + values for name, values in form.items()}
+        return form | {"text_offset": self._offsets(self.parts[index], form["tokens"])}
+
+    @staticmethod
+    def _offsets(part: Part, texts: list[str]) -> list[int]:
         offsets = []
         for text in texts:
             offsets.append(part.num_token_chars)
             part.num_token_chars += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(x) for x in of.logprobs],
-            "top_logprobs": [{self.tokens.text(t): _finite(x) for t, x in _ranked(top)} for top in of.top_logprobs],
-            "text_offset": offsets,
-        }
+        return offsets
 
 
 class GenerateAnswer(_Base):
     """SGLang's form: a stream repeats the whole text so far."""
 
-    def __init__(self, request_id: str, generation: Generation, tokens: TokenTexts, is_list: bool):
+    def __init__(
+        self,
+        request_id: str,
+        generation: Generation,
+        tokens: TokenTexts,
+        is_list: bool,
+        logprob_start: int = -1,
+    ):
+        """logprob_start: the prompt's first token in `input_token_logprobs`; -1: none is."""
         super().__init__(request_id, generation, tokens)
-        self.is_list = is_list
+        self.is_list, self.logprob_start = is_list, logprob_start
         self.arrived_s = generation.arrived_s
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -238,11 +304,31 @@ class GenerateAnswer(_Base):
         }
         if request.params.logprobs is not None:
             pairs = zip(part.logprobs, part.token_ids, strict=True)
-            about["output_token_logprobs"] = [[_finite(x), t, self.tokens.text(t)] for x, t in pairs]
+            about["output_token_logprobs"] = [[finite(x), t, self.tokens.text(t)] for x, t in pairs]
             about["output_top_logprobs"] = [
-                [[_finite(x), t, self.tokens.text(t)] for t, x in _ranked(top)] for top in part.top_logprobs
+                [[finite(x), t, self.tokens.text(t)] for t, x in ranked(top)] for top in part.top_logprobs
             ]
+        if self.logprob_start >= 0 and reason is not None:  # once: they may be longer than all else
+            about |= from_position(request, self.logprob_start, self.tokens)
         return {"index": index, "text": part.text, "output_ids": part.token_ids, "meta_info": about}
+
+
+def _delta_as_json(delta: Delta) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
+    if delta.content:
+        fields["content"] = delta.content
+    if delta.calls:
+        fields["tool_calls"] = [{"index": piece.index} | _call_as_json(piece) for piece in delta.calls]
+    return fields
+
+
+def _call_as_json(call: Call) -> dict[str, Any]:
+    """A call, or a piece of one, which has neither id nor name."""
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def usage_of(requests: tuple[Request, ...]) -> dict[str, Any]:
@@ -271,12 +357,3 @@ def speculation_of(requests: tuple[Request, ...]) -> dict[str, Any]:
         "accept_length": None if math.isnan(accept_length) else accept_length,
         "accepted_per_depth": list(metrics.accepted_per_depth),
     }
-
-
-def _ranked(top: dict[int, float]) -> list[tuple[int, float]]:
-    return sorted(top.items(), key=lambda pair: -pair[1])
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity: OpenAI writes -9999.0 for a token of probability 0."""
-    return logprob if math.isfinite(logprob) else -9999.0

@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from treedraft import __version__
-from treedraft.engine.request import Request as EngineRequest
 from treedraft.errors import RequestError
 from treedraft.llm import LLM
 from treedraft.server.answers import ChatAnswer, CompletionAnswer, GenerateAnswer
@@ -73,17 +72,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         engine.check_open()
         service.check_model(body.model)
 
-        def make_requests() -> list[EngineRequest]:
-            assert service.llm.config.max_context is not None
-            prompt = service.chat_prompt(body.conversation())
-            return service.make_requests([prompt], body.params(service.llm.config.max_context))[0]
-
-        requests = await service.in_thread(make_requests)
+        await service.compile(body.structured())
+        requests, form = await service.in_thread(service.make_chat, body)
         return await service.respond(
             request,
             service.new_id(request, "chatcmpl"),
             requests,
-            lambda request_id, g: ChatAnswer(request_id, g, service.tokens, name, body.include_usage),
+            lambda request_id, g: ChatAnswer(request_id, g, service.tokens, name, body.include_usage, form=form),
             body.stream,
             body.treedraft.trace,
         )
@@ -92,6 +87,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionBody, request: Request) -> Response:
         engine.check_open()
         service.check_model(body.model)
+        await service.compile(body.structured())
         requests, prompts = await service.in_thread(service.make_requests, body.prompts, body.params())
         echoes = None
         if body.echo:
@@ -102,7 +98,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             service.new_id(request, "cmpl"),
             requests,
             lambda request_id, g: CompletionAnswer(
-                request_id, g, service.tokens, name, body.include_usage, echoes=echoes
+                request_id,
+                g,
+                service.tokens,
+                name,
+                body.include_usage,
+                echoes=echoes,
+                num_prompt_logprobs=body.prompt_logprobs,
             ),
             body.stream,
             body.treedraft.trace,
@@ -111,13 +113,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:
         engine.check_open()
+        await service.compile(body.sampling_params.structured())
         requests, _ = await service.in_thread(service.make_requests, body.prompts, body.params())
         is_list = body.is_batch or body.sampling_params.n > 1
         return await service.respond(
             request,
             service.new_id(request, "gen"),
             requests,
-            lambda request_id, g: GenerateAnswer(request_id, g, service.tokens, is_list),
+            lambda request_id, g: GenerateAnswer(request_id, g, service.tokens, is_list, body.logprob_start_len),
             body.stream,
         )
 
@@ -142,7 +145,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeBody) -> Response:
         service.check_model(body.model)
         if body.messages is not None:
-            token_ids = await service.in_thread(service.chat_prompt, [m.as_template_input() for m in body.messages])
+            messages, tools = ([x.as_template_input() for x in each] for each in (body.messages, body.tools))
+            token_ids = await service.in_thread(service.chat_prompt, messages, tools, body.chat_template_kwargs)
         else:
             token_ids = await service.in_thread(llm.encode, body.prompt)
         return JSONResponse({"tokens": token_ids, "count": len(token_ids), "max_model_len": llm.config.max_context})

@@ -44,6 +44,7 @@ class Increment:
     finish_reason: str | None  # not None: the choice's last increment
     error: str | None = None
     trace: dict[str, Any] | None = None  # its rounds, where the generation is traced
+    is_at_fault: bool = False  # the error is the request's own
 
 
 class Generation:
@@ -255,6 +256,7 @@ def _increment(live: _Live, trace: dict[str, Any] | None) -> Increment:
         finish_reason=request.finish_reason,
         error=request.error,
         trace=trace,
+        is_at_fault=request.is_at_fault,
     )
 
 

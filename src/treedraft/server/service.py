@@ -14,13 +14,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from treedraft.engine.request import Request as EngineRequest
+from treedraft.engine.text import TextStream
 from treedraft.errors import RequestError
 from treedraft.server.answers import Answer
-from treedraft.server.async_engine import AsyncEngine, Generation
+from treedraft.server.async_engine import AsyncEngine, Generation, Increment
 from treedraft.server.guards import error_body, error_response
+from treedraft.server.protocol import ChatBody
+from treedraft.server.reply.formats import LISTED, call_format, reasoning_format
+from treedraft.server.reply.parser import ReplyForm
 from treedraft.server.sse import DONE, ClientGone, EventStream, event, while_connected
-from treedraft.server.tokens import TokenTexts
-from treedraft.types import SamplingParams
+from treedraft.server.tokens import TokenTexts, with_marks
+from treedraft.types import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from treedraft.llm import LLM
@@ -38,6 +42,8 @@ class ServerSettings:
     api_key: str | None = None  # None: everyone is let in
     max_body_bytes: int = 4 * 2**20  # larger bodies get 413
     request_timeout_s: float = 600.0  # from arrival to the end; then the request is aborted
+    tool_call_parser: str | None = None  # how the model writes calls, see server.reply.formats; None: no tools
+    reasoning_parser: str | None = None  # how the model writes thoughts; None: they are content
 
 
 class ModelNotFound(Exception):
@@ -52,13 +58,27 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.tokens = TokenTexts(llm.tokenizer)
+        self.calls = call_format(settings.tool_call_parser)
+        self.reasoning = reasoning_format(settings.reasoning_parser)
+        marks = self.calls.marks if self.calls is not None else ()
+        if self.reasoning is not None:
+            marks += (self.reasoning.begin, self.reasoning.end, *self.reasoning.ends_before)
+        self._chat_tokenizer = with_marks(llm.tokenizer, marks)
         self.generations: dict[str, Generation] = {}  # being answered, by the id that clients know
         # One thread: long prompts do not stop the event loop, and request numbers are given out one by one.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="treedraft-encoder")
+        # Another one: a grammar may take seconds, and no prompt waits for that of another request.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="treedraft-compiler")
 
     async def in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run tokenizer work beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
+
+    async def compile(self, structured: StructuredOutput | None) -> None:
+        """Compile what a request will need, beside the event loop. Raises RequestError."""
+        if structured is not None and self.llm.grammars.find(structured) is None:
+            compile_now = self.llm.grammars.compile
+            await asyncio.get_running_loop().run_in_executor(self._compiler, compile_now, structured)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model_name:
@@ -76,11 +96,50 @@ class Service:
             every.append(token_ids)
         return requests, every
 
-    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation. Raises RequestError."""
+    def chat_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation; variables: of the template. Raises RequestError."""
         if not getattr(self.llm.tokenizer, "chat_template", None):
             raise RequestError("this checkpoint has no chat template; use /v1/completions with a prompt of your own")
-        return self.llm._encode_chat(messages)
+        return self.llm._encode_chat(messages, tools, variables)
+
+    def make_chat(self, body: ChatBody) -> tuple[list[EngineRequest], ReplyForm]:
+        """Return the checked requests of a chat, and what their texts are read as. Raises RequestError."""
+        assert self.llm.config.max_context is not None
+        if body.offered_tools and self.calls is None and not body.must_call:
+            raise RequestError("tools need a server that was started with --tool-call-parser")
+        absent_content = "" if self.calls is None else self.calls.absent_content
+        tools = [tool.as_template_input() for tool in body.offered_tools]
+        prompt = self.chat_prompt(body.conversation(absent_content), tools, body.chat_template_kwargs)
+        form, params = self._reply_form(body, prompt), body.params(self.llm.config.max_context)
+        requests, _ = self.make_requests([prompt], params)
+        for request in requests:
+            request.text = TextStream(self._chat_tokenizer, params.stop)
+        return requests, form
+
+    def _reply_form(self, body: ChatBody, prompt: list[int]) -> ReplyForm:
+        tools = body.argument_schemas
+        if body.must_call:
+            return ReplyForm(calls=LISTED, tools=tools, max_calls=body.max_calls)
+        if body.structured() is not None:  # from its first character on: there are neither thoughts nor calls
+            return ReplyForm()
+        return ReplyForm(
+            reasoning=self.reasoning,
+            is_thinking=self.reasoning is not None and self._ends_with(prompt, self.reasoning.begin),
+            calls=self.calls if tools else None,
+            tools=tools,
+            max_calls=body.max_calls,
+        )
+
+    def _ends_with(self, prompt: list[int], mark: str) -> bool:
+        """Whether the template wrote the mark itself."""
+        assert self.llm.tokenizer is not None  # it has a chat template
+        text = self.llm.tokenizer.decode(prompt[-2 * len(mark) :], skip_special_tokens=False)
+        return text.rstrip().endswith(mark)
 
     # ------------------------------------------------------------------ answering
 
@@ -120,7 +179,7 @@ class Service:
         try:
             async for increment in generation.increments(self.settings.request_timeout_s):
                 if increment.finish_reason == "error":
-                    return error_response(500, increment.error or "unknown", "server_error")
+                    return error_response(*_failure(increment))
                 answer.add(increment)
         except TimeoutError:
             return error_response(504, self._timeout_message, "timeout_error")
@@ -133,11 +192,13 @@ class Service:
         try:
             async for increment in generation.increments(self.settings.request_timeout_s):
                 if increment.finish_reason == "error":
-                    yield event(error_body(increment.error or "unknown", "server_error"))
+                    yield event(error_body(*_failure(increment)[1:]))
                     break
                 answer.add(increment)
                 if increment.text or increment.logprobs or increment.finish_reason:
-                    yield event(answer.chunk(increment))
+                    made = answer.chunk(increment)
+                    if made is not None:
+                        yield event(made)
             else:
                 for chunk in answer.last_chunks():
                     yield event(chunk)
@@ -150,4 +211,11 @@ class Service:
         return f"not finished within {self.settings.request_timeout_s:g} s, and aborted"
 
     def close(self) -> None:
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._encoder, self._compiler):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _failure(increment: Increment) -> tuple[int, str, str]:
+    """Status, message and type of a request that ended with an error."""
+    status, kind = (400, "invalid_request_error") if increment.is_at_fault else (500, "server_error")
+    return status, increment.error or "unknown", kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +35,26 @@ class TokenTexts:
         if self._is_byte_level and all(c in table for c in piece):
             return [table[c] for c in piece]
         return list(self.text(token_id).encode())
+
+
+class MarkedTokenizer:
+    """A tokenizer that writes some special tokens as text and leaves the others out, as `skip_special_tokens` does."""
+
+    def __init__(self, tokenizer: Any, dropped: frozenset[int]):
+        self._tokenizer, self._dropped = tokenizer, dropped
+        self.added_tokens_encoder: dict[str, int] = tokenizer.added_tokens_encoder
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        kept = [t for t in token_ids if t not in self._dropped] if skip_special_tokens else token_ids
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+
+def with_marks(tokenizer: Any | None, marks: Collection[str]) -> Any | None:
+    """The tokenizer, or where some of the marks are special tokens one that writes these."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token_id: str(token) for token_id, token in added.items() if token.special}
+    dropped = frozenset(token_id for token_id, text in special.items() if text not in marks)
+    return tokenizer if len(dropped) == len(special) else MarkedTokenizer(tokenizer, dropped)
 
 
 @lru_cache(maxsize=1)

@@ -1,5 +1,7 @@
 """From a node's logits to its token: penalties -> bias -> min_tokens -> / T -> top-k -> top-p -> min-p -> argmax.
 
+A grammar's mask comes first, which is the same as behind the bias (`mask_tokens`).
+
 Everything is per node of a tree; prefill and plain decode are trees of one node. A row of `process` depends on its
 own logits, its own path and its sequence's settings alone, never on its neighbours: that is what makes the text the
 same with and without speculation.
@@ -16,6 +18,7 @@ from treedraft.speculative.bits import bits_of
 from treedraft.types import DraftTree
 
 STAGES = frozenset({"penalties", "bias", "min_tokens", "noise", "top_k", "top_p", "min_p"})
+GRAMMAR = "grammar"  # a stage before all of them, whose masks a round gets at its seam: see `mask_tokens`
 MAX_STOP_IDS = 16  # columns of SamplingRows.stop_ids
 MASS_ONE = 1 << 32  # fixed-point mass of the most likely token
 _NEVER = 1 << 62  # a mass that no row reaches
@@ -43,7 +46,7 @@ class SamplingRows:
     prompt_seen: Tensor  # [B, V] bool: the token occurs in the prompt
     output_counts: Tensor  # [B, V] int32: occurrences in the output so far, the root included
     logit_bias: Tensor  # [B, V] float32
-    stages: frozenset[str]  # of STAGES
+    stages: frozenset[str]  # of STAGES, and GRAMMAR
 
     def part(self, rows: slice) -> SamplingRows:
         """Return the settings of some of the sequences. A table that no stage reads is empty and stays so."""
@@ -65,6 +68,19 @@ def path_tokens(tree: DraftTree, max_depth: int | None = None) -> Tensor:
     column = torch.where((is_on_path > 0) & (node > 0), tree.depths[:, None] - 1, width)
     paths = tree.token_ids.new_full((*column.shape[:2], width + 1), -1)
     return paths.scatter_(2, column, tree.token_ids[:, None].expand_as(column))[..., :width]
+
+
+def mask_tokens(logits: Tensor, masks: Tensor) -> Tensor:
+    """Return the logits with every token that a mask forbids at -inf. May overwrite them.
+
+    logits [B, N, V] float32 or float64; masks int32 [B, N, words]: bit v & 31 of word v >> 5 is token v.
+
+    Before penalties and bias, where the order of the other settings has it behind them: neither makes anything of -inf
+    but -inf, nor looks at another token's logit.
+    """
+    bit = torch.arange(32, dtype=torch.int32, device=masks.device)
+    is_allowed = (masks[..., None] >> bit).bitwise_and_(1).flatten(-2)[..., : logits.shape[-1]]
+    return logits.masked_fill_(is_allowed == 0, -torch.inf)
 
 
 def process(logits: Tensor, rows: SamplingRows, paths: Tensor, depths: Tensor, kv_lens: Tensor) -> Tensor:
