@@ -156,7 +156,7 @@ class MoE(nn.Module):
             if x.dtype == torch.bfloat16 and self._can_segment:
                 return self.segmented(rows, routing).view(x.shape)
         is_float32_on_cpu = is_cpu and x.dtype == torch.float32 and not torch.is_grad_enabled()
-        if is_static and is_float32_on_cpu and self._can_segment and pairs_per_expert > DENSE_MAX_PAIRS:
+        if is_float32_on_cpu and self._can_segment and pairs_per_expert > DENSE_MAX_PAIRS:
             return self.segmented(rows, routing).view(x.shape)
         summed_max_pairs = SUMMED_MAX_PAIRS if self.packed is None else SUMMED_MAX_PAIRS_IF_PACKED
         if pairs_per_expert <= (summed_max_pairs if is_cpu else GATHERED_MAX_PAIRS):
