@@ -1,8 +1,9 @@
 """Output tokens a second of parallel streams beside one request after another: python benchmarks/throughput.py [flags]
 
 The server is `treedraft serve` in a process of its own, with the same settings for both; this process is the client.
-Loop and streams take turns with the same requests, so that what else the machine does strikes both. The clients' texts
-are compared afterwards. Flags that are not listed go to the server, for instance --speculative-num-draft-tokens auto.
+Loop and streams take turns with the same requests, so that what else the machine does strikes both. The server's CPU
+time is told beside the clock's, since it depends less on others; its ratio is that of the work for a token. Texts are
+compared afterwards. Flags that are not listed go to the server, for instance --speculative-num-draft-tokens auto.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -44,6 +46,27 @@ def read_answer(raw: bytes) -> Answer:
     return Answer(text, last["usage"]["completion_tokens"], last["metrics"]["accept_length"])
 
 
+@dataclass(frozen=True)
+class Turn:
+    """All requests once, by the loop or by the streams."""
+
+    elapsed_s: float
+    cpu_s: float  # of the server
+    answers: tuple[Answer, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(answer.num_tokens for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.elapsed_s
+
+    @property
+    def cpu_us_per_token(self) -> float:
+        return 1e6 * self.cpu_s / self.num_tokens
+
+
 async def send(port: int, body: bytes) -> bytes:
     """Send one request and return all that comes back. It is read afterwards: a client costs its machine little."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -69,10 +92,24 @@ async def send_all(port: int, bodies: list[bytes], num_streams: int) -> tuple[fl
     return elapsed_s, [read_answer(each) for each in raw]
 
 
-def start_server(flags: list[str], num_streams: int) -> tuple[subprocess.Popen[str], int]:
+def cpu_seconds(server: subprocess.Popen[str]) -> float:
+    """CPU time of the server so far, all threads together."""
+    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def take_turn(server: subprocess.Popen[str], port: int, bodies: list[bytes], num_streams: int) -> Turn:
+    """Send every body, at most `num_streams` at a time."""
+    before_s = cpu_seconds(server)
+    elapsed_s, answers = asyncio.run(send_all(port, bodies, num_streams))
+    return Turn(elapsed_s, cpu_seconds(server) - before_s, tuple(answers))
+
+
+def start_server(flags: list[str], num_streams: int, threads: int | None) -> tuple[subprocess.Popen[str], int]:
     """Start `treedraft serve` on a free port; returns it and its port once it takes requests."""
+    env = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     command = [sys.executable, "-m", "treedraft", "serve", "--port", "0", "--max-batch", str(num_streams)]
-    server = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, env=env)
     assert server.stderr is not None
     for line in server.stderr:
         if found := STARTED.search(line):
@@ -86,6 +123,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=128, help="output tokens of each request")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--threads", type=int, default=None, help="of the server's torch; default: torch's own choice")
     parser.add_argument("--repeats", type=int, default=3, help="turns of loop and streams")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args, server_flags = parser.parse_known_args()
@@ -96,47 +134,44 @@ def main() -> None:
     prompts = [json.loads(lines[i % len(lines)])["prompt"] for i in range(args.requests)]
     bodies = [json.dumps({"prompt": prompt} | fixed).encode() for prompt in prompts]
 
-    server, port = start_server(flags, args.streams)
+    server, port = start_server(flags, args.streams, args.threads)
     try:
         asyncio.run(send_all(port, bodies[: 2 * args.streams], args.streams))  # rounds are recorded once they paid
         asyncio.run(send_all(port, bodies[:4], 1))
         turns = []
         for number in range(args.repeats):
-            turns.append({n: asyncio.run(send_all(port, bodies, n)) for n in (1, args.streams)})
-            rates = {n: args.tokens * len(bodies) / elapsed_s for n, (elapsed_s, _) in turns[-1].items()}
-            print(f"turn {number}: loop {rates[1]:.1f} tokens/s, {args.streams} streams {rates[args.streams]:.1f}, "
-                  f"{rates[args.streams] / rates[1]:.2f} times", flush=True)  # fmt: skip
+            loop, streams = (take_turn(server, port, bodies, n) for n in (1, args.streams))
+            turns.append((loop, streams))
+            print(f"turn {number}: loop {loop.tokens_per_s:.1f} tokens/s, {args.streams} streams "
+                  f"{streams.tokens_per_s:.1f}, {streams.tokens_per_s / loop.tokens_per_s:.2f} times; "
+                  f"CPU {loop.cpu_us_per_token:.0f} and {streams.cpu_us_per_token:.0f} us a token, "
+                  f"{loop.cpu_us_per_token / streams.cpu_us_per_token:.2f} times", flush=True)  # fmt: skip
     finally:
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=60)
     print(write_result(args.out, "throughput", summary(args, flags, turns)))
 
 
-def summary(
-    args: argparse.Namespace, flags: list[str], turns: list[dict[int, tuple[float, list[Answer]]]]
-) -> dict[str, Any]:
-    """What the turns say."""
+def summary(args: argparse.Namespace, flags: list[str], turns: list[tuple[Turn, Turn]]) -> dict[str, Any]:
+    """What the turns say; each is of the loop and of the streams."""
 
-    def side(num_streams: int) -> dict[str, Any]:
-        answers = [answer for turn in turns for answer in turn[num_streams][1]]
-        rates = [sum(a.num_tokens for a in turn[num_streams][1]) / turn[num_streams][0] for turn in turns]
-        lengths = [a.accept_length for a in answers if a.accept_length is not None]
+    def side(of: Sequence[Turn]) -> dict[str, Any]:
+        lengths = [a.accept_length for turn in of for a in turn.answers if a.accept_length is not None]
         return {
-            "tokens_per_s": rates,
-            "median_tokens_per_s": statistics.median(rates),
+            "tokens_per_s": [turn.tokens_per_s for turn in of],
+            "median_tokens_per_s": statistics.median(turn.tokens_per_s for turn in of),
+            "cpu_us_per_token": [turn.cpu_us_per_token for turn in of],
             "accept_length": statistics.fmean(lengths) if lengths else None,
         }
 
-    loop, streams = side(1), side(args.streams)
-    ratios = [b / a for a, b in zip(loop["tokens_per_s"], streams["tokens_per_s"], strict=True)]
-    pairs = [pair for turn in turns for pair in zip(turn[1][1], turn[args.streams][1], strict=True)]
+    pairs = [pair for loop, streams in turns for pair in zip(loop.answers, streams.answers, strict=True)]
     return {
         "settings": {k: v for k, v in vars(args).items() if k != "out"} | {"server_flags": flags},
-        "threads": os.environ.get("OMP_NUM_THREADS"),
-        "loop": loop,
-        "streams": streams,
-        "ratios": ratios,
-        "median_ratio": statistics.median(ratios),
+        "loop": side([loop for loop, _ in turns]),
+        "streams": side([streams for _, streams in turns]),
+        "median_ratio": statistics.median(streams.tokens_per_s / loop.tokens_per_s for loop, streams in turns),
+        "ratios": [streams.tokens_per_s / loop.tokens_per_s for loop, streams in turns],
+        "cpu_ratios": [loop.cpu_us_per_token / streams.cpu_us_per_token for loop, streams in turns],
         "num_texts": len(pairs),
         "num_texts_that_differ": sum(a.text != b.text for a, b in pairs),
     }
