@@ -9,6 +9,7 @@ not counted, nor is the text of the tokens (--text: it is). Each round accepts 0
 """
 
 import argparse
+import gc
 import random
 import statistics
 import time
@@ -17,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from treedraft.bench.results import write_result
-from treedraft.config import EngineConfig, SpeculativeConfig, max_logical_len
+from treedraft.config import EngineConfig, SpeculativeConfig, max_logical_len, offered_shapes
 from treedraft.engine.request import Request
 from treedraft.engine.scheduler import Scheduler
+from treedraft.engine.shapes import ShapeChooser
 from treedraft.engine.text import TextStream
 from treedraft.kv.allocator import NUM_RESERVED_PAGES, PageAllocator
 from treedraft.kv.manager import KVManager
@@ -45,7 +47,7 @@ class Load:
     """Requests that come and go, and a scheduler that never runs out of them."""
 
     def __init__(self, args: argparse.Namespace, min_output: int, max_output: int, pool: float) -> None:
-        self.rng, self.tree, self.num_requests = random.Random(0), SpeculativeConfig(), 0
+        self.rng, self.tree, self.num_requests = random.Random(0), SpeculativeConfig(auto=args.auto), 0
         self.lengths, self.num_running = (min_output, max_output), args.requests
         self.tokenizer = load_tokenizer(resolve_folder("demo", files=METADATA_FILES)) if args.text else None
         config = EngineConfig(
@@ -58,7 +60,11 @@ class Load:
         width = -(-max_logical_len(MAX_CONTEXT, self.tree, 0) // PAGE_SIZE)
         self.num_pages = max(width, int(pool * args.requests / PAGE_SIZE))
         allocator = PageAllocator(self.num_pages + NUM_RESERVED_PAGES)
-        self.scheduler = Scheduler(config, KVManager(allocator, PAGE_SIZE, width, PrefixCache(PAGE_SIZE)))
+        kv = KVManager(allocator, PAGE_SIZE, width, PrefixCache(PAGE_SIZE))
+        shapes = offered_shapes(self.tree)
+        self.by_shape = tuple(range(len(shapes)))[::-1] if args.auto else ()  # accepted drafts, by shape
+        chooser = ShapeChooser(shapes, {args.requests: [1.0] * len(shapes)}) if args.auto else None
+        self.scheduler = Scheduler(config, kv, chooser)
         self.prefixes = [self.tokens(700) for _ in range(8)]
 
     def tokens(self, count: int) -> tuple[int, ...]:
@@ -90,8 +96,8 @@ class Load:
         """What a device could have said."""
         counts = [(r.request_id, True, self.rng.randint(1, self.tree.max_path)) for r in plan.decodes]
         counts += [(r.request_id, False, int(r.next_token is None)) for r in plan.prefills]
-        rows = (RowResult(i, is_round, self.tokens(count), False, None, None) for i, is_round, count in counts)
-        return StepResult(tuple(rows))
+        said = ((i, is_round, self.tokens(count)) for i, is_round, count in counts)
+        return StepResult(tuple(RowResult(*row, False, None, None, plan.shape, self.by_shape) for row in said))
 
 
 def milliseconds(steps: list[Step]) -> dict[str, float] | None:
@@ -141,10 +147,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--pool", type=float, default=1.0, help="share of what all requests need together")
     parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--auto", action="store_true", help="the tree's shape is chosen round by round")
     parser.add_argument("--text", action="store_true", help="decode the tokens, with the demo's tokenizer")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     settings = {name: value for name, value in vars(args).items() if name != "out"} | {"page_size": PAGE_SIZE}
+    gc.collect()
+    gc.freeze()  # as the server does
     data = {"settings": settings, "decode": measure_decode(args), "serve": measure_serve(args)}
     print(write_result(args.out, "scheduler", data))
     print(data)

@@ -173,7 +173,7 @@ def test_schedule_asks_the_chooser_once_a_round_and_commit_tells_it_every_row():
             return len(self.batches) % 3
 
         def count(self, shape, accepted_by_shape):
-            self.counted.append((shape, accepted_by_shape))
+            self.counted += [(shape, accepted) for accepted in accepted_by_shape]
 
     engine, runner = make_engine(num_pages=90, seed=1, speculative=TREE)
     chooser = engine.scheduler.chooser = Chooser()

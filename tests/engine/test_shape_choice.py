@@ -78,9 +78,8 @@ def drive(chooser: ShapeChooser, text: Simulated, batch: int, rounds: int) -> li
     for _ in range(rounds):
         shape = chooser.choose(batch)
         chosen.append(shape)
-        for _ in range(batch):
-            accepted = text.round()
-            chooser.count(shape, tuple(min(a, accepted[shape]) for a in accepted))
+        rounds = [text.round() for _ in range(batch)]
+        chooser.count(shape, [tuple(min(a, accepted[shape]) for a in accepted) for accepted in rounds])
     return chosen
 
 
@@ -135,16 +134,27 @@ def test_chooser_asks_for_the_largest_now_and_then() -> None:
 def test_chooser_takes_the_times_of_the_bucket() -> None:
     cheap, dear = TIMES["draft and verify cheap"], TIMES["everything dear"]
     chooser = ShapeChooser(SHAPES, {8: dear, 1: cheap, 4: cheap})
-    for _ in range(64):
-        chooser.count(0, (3, 3, 2, 1, 0))
+    chooser.count(0, [(3, 3, 2, 1, 0)] * 64)
     assert [chooser.choose(batch) for batch in (1, 3, 5, 9)] == [1, 1, 4, 4]
+
+
+def test_count_of_a_step_is_that_of_its_rounds_one_by_one() -> None:
+    one, many = (ShapeChooser(SHAPES, {1: [1.0] * 5}) for _ in range(2))
+    for shape, accepted in ((0, (5, 4, 2, 1, 0)), (1, (3, 3, 2, 1, 0)), (0, (0, 0, 0, 0, 0))):
+        for _ in range(7):
+            one.count(shape, [accepted])
+        many.count(shape, [accepted] * 7)
+    assert many.accepted == pytest.approx(one.accepted, rel=1e-12)
+    many.count(0, [(5, 5, 3, 2, 0), (0, 1, 0, 0, 0)])
+    one.count(0, [(2.5, 3, 1.5, 1, 0)] * 2)
+    assert many.accepted == pytest.approx(one.accepted, rel=1e-12)
 
 
 def test_count_ignores_shapes_that_the_round_says_nothing_about() -> None:
     chooser = ShapeChooser(SHAPES, {1: [1.0] * 5})
-    chooser.count(2, (3, 3, 3, 2, 0))
+    chooser.count(2, [(3, 3, 3, 2, 0)])
     assert chooser.accepted == [0, 0, 3, 2, 0]
-    chooser.count(4, (0, 0, 0, 0, 0))
+    chooser.count(4, [(0, 0, 0, 0, 0)])
     assert chooser.accepted == [0, 0, 3, 2, 0]
-    chooser.count(0, (5, 4, 3, 2, 0))
+    chooser.count(0, [(5, 4, 3, 2, 0)])
     assert chooser.accepted[:2] == [5, 4]

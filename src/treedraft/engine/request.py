@@ -79,7 +79,10 @@ class Request:
         """Take a step's tokens up to the first one that ends the request (class 17: stop inside an accepted run)."""
         output, stops, push = self.output_token_ids, self.stop_token_ids, self.text.push
         if len(output) + len(token_ids) < self.output_limit and not self.text.stop and stops.isdisjoint(token_ids):
-            return self._extend(token_ids, logprobs, top_logprobs)
+            output += token_ids
+            self.logprobs += logprobs or ()
+            self.top_logprobs += top_logprobs or ()
+            return self.text.extend(token_ids)
         for i, token_id in enumerate(token_ids):
             output.append(token_id)
             if logprobs is not None:
@@ -94,18 +97,6 @@ class Request:
                 return self.finish("stop")
             if num_output >= self.output_limit:
                 return self.finish("length")
-
-    def _extend(
-        self,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[float, ...] | None,
-        top_logprobs: tuple[dict[int, float], ...] | None,
-    ) -> None:
-        """Take tokens none of which ends the request."""
-        self.output_token_ids += token_ids
-        self.logprobs += logprobs or ()
-        self.top_logprobs += top_logprobs or ()
-        self.text.extend(token_ids)
 
     def count_round(self, num_accepted: int) -> None:
         """Record one verify round that accepted drafts down to depth `num_accepted`."""

@@ -297,11 +297,10 @@ class Scheduler:
         request.finish("error", f"request {request.request_id}: the model's logits held a NaN in {where}")
 
     def _learn(self, rounds: list[RowResult]) -> None:
-        """Tell the chooser, and the watch over the head, what became of a step's drafts."""
+        """Tell the chooser, and the watch over the head, what became of a step's drafts: its trees have one shape."""
         if self.chooser is not None:
-            for row in rounds:
-                self.chooser.count(row.shape, row.accepted_by_shape)
-        if self.max_nodes > 1 and rounds[0].shape == 0:  # the largest tree; all rounds of a step have the same
+            self.chooser.count(rounds[0].shape, [row.accepted_by_shape for row in rounds])
+        if self.max_nodes > 1 and rounds[0].shape == 0:  # the largest tree
             self.acceptance.count(len(rounds), sum(len(row.token_ids) - 1 for row in rounds))
 
     def _commit_prefill(self, request: Request, row: RowResult) -> None:

@@ -51,14 +51,19 @@ class ShapeChooser:
         self._rounds_since = [since + 1 if i < shape else 0 for i, since in enumerate(self._rounds_since)]
         return shape
 
-    def count(self, shape: int, accepted_by_shape: Sequence[int]) -> None:
-        """Record one sequence's round: of which shape it was, and what each shape would have accepted."""
-        self._num_counted += shape == 0
-        keep = 1 - 1 / MEMORY_ROWS
-        for index, accepted in enumerate(accepted_by_shape):
-            if index >= shape:  # inside the round's own
-                self._weights[index] = self._weights[index] * keep + 1
-                self._sums[index] = self._sums[index] * keep + accepted
+    def count(self, shape: int, accepted_by_shape: Sequence[Sequence[int]]) -> None:
+        """Record a step's rounds: of which shape they were, and for each sequence what each shape would have accepted.
+
+        Rounds of one step weigh alike, together what one after another would.
+        """
+        num_rows = len(accepted_by_shape)
+        self._num_counted += num_rows * (shape == 0)
+        keep = (1 - 1 / MEMORY_ROWS) ** num_rows
+        weight = MEMORY_ROWS * (1 - keep)  # 1 + k + k^2 + ..., num_rows terms
+        for index, accepted in enumerate(zip(*accepted_by_shape, strict=True)):
+            if index >= shape:  # inside the rounds' own
+                self._weights[index] = self._weights[index] * keep + weight
+                self._sums[index] = self._sums[index] * keep + weight * sum(accepted) / num_rows
 
     @property
     def accepted(self) -> list[float]:
