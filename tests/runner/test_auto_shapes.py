@@ -31,7 +31,7 @@ class RandomChooser:
         return self.chosen[-1]
 
     def count(self, shape, accepted_by_shape):
-        self.counted.append((shape, accepted_by_shape))
+        self.counted += [(shape, accepted) for accepted in accepted_by_shape]
 
 
 def make_auto(seed=None, **options):
