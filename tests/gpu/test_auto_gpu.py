@@ -31,6 +31,9 @@ class RandomChooser:
     def count(self, shape, accepted_by_shape):
         self.counted += [(shape, accepted) for accepted in accepted_by_shape]
 
+    def time(self, batch, shape, seconds):
+        pass
+
 
 def make_llm(**options):
     return LLM("demo", device="cuda", max_batch=4, max_context=256, page_size=3, **options)

@@ -33,6 +33,9 @@ class RandomChooser:
     def count(self, shape, accepted_by_shape):
         self.counted += [(shape, accepted) for accepted in accepted_by_shape]
 
+    def time(self, batch, shape, seconds):
+        pass
+
 
 def make_auto(seed=None, **options):
     """The demo with the shapes of AUTO; seed: chosen at random."""
@@ -121,6 +124,9 @@ class Fixed:
         return self.shape
 
     def count(self, shape, accepted_by_shape):
+        pass
+
+    def time(self, batch, shape, seconds):
         pass
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
+from typing import NamedTuple
 
 from treedraft.config import EngineConfig, speculative_tail
 from treedraft.engine.acceptance import AcceptanceWatch
@@ -14,6 +15,14 @@ from treedraft.errors import InvariantError, RequestError
 from treedraft.kv.manager import KVManager
 from treedraft.kv.prefix import CachedPage
 from treedraft.types import DecodeRow, PageUpdate, PrefillRow, RowResult, StepPlan, StepResult
+
+
+class _Launched(NamedTuple):
+    """The round scheduled last."""
+
+    num_rounds: int = 0
+    shape: int = 0
+    began_s: float = 0.0
 
 
 class Scheduler:
@@ -55,6 +64,8 @@ class Scheduler:
         self._released_slots: list[int] = []
         self._with_deadline: dict[int, Request] = {}
         self._ended: list[Request] = []  # by their deadline, since the last commit
+        self._is_pipelined = config.max_pending > 0  # else a step is committed before the next is scheduled
+        self._launched = _Launched()
 
     # ------------------------------------------------------------------ arrivals
 
@@ -109,10 +120,13 @@ class Scheduler:
         released, self._released_slots = tuple(self._released_slots), []
         shape = self.chooser.choose(len(decodes)) if self.chooser is not None and decodes else 0
         freed = self.kv.allocator.take_freed()
+        self._launched = _Launched(len(decodes), shape, time.perf_counter())
         return StepPlan(released, tuple(updates), tuple(prefills), tuple(decodes), shape, freed)
 
     def commit(self, result: StepResult) -> list[Request]:
         """Take a collected step's tokens; returns the requests that it changed. A finished one's rows are dropped."""
+        if result.overflow is None:
+            self._time_round()
         changed, self._ended = self._ended, []
         own_trees: list[RowResult] = []  # rounds of the engine's tree; a request's own tree says nothing about it
         for row in result.rows:
@@ -295,6 +309,12 @@ class Scheduler:
             return request.finish("error", f"request {request.request_id}: {overflow}")
         where = "a round" if row.is_round else "the prefill"
         request.finish("error", f"request {request.request_id}: the model's logits held a NaN in {where}")
+
+    def _time_round(self) -> None:
+        """Tell the chooser how long the round took that was scheduled last."""
+        launched, self._launched = self._launched, _Launched()
+        if self.chooser is not None and launched.num_rounds and not self._is_pipelined:
+            self.chooser.time(launched.num_rounds, launched.shape, time.perf_counter() - launched.began_s)
 
     def _learn(self, rounds: list[RowResult]) -> None:
         """Tell the chooser, and the watch over the head, what became of a step's drafts: its trees have one shape."""
