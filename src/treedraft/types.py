@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from treedraft.errors import RequestError
 
@@ -202,9 +202,11 @@ class PrefillRow:
     grammar: Grammar | None = None
 
 
-@dataclass(frozen=True)
-class DecodeRow:
-    """One running sequence: a round is launched for it."""
+class DecodeRow(NamedTuple):
+    """One running sequence: a round is launched for it.
+
+    A tuple, since hundreds are made in a step: 0.6 us each, where a frozen dataclass takes 1.9 (2026-12-01).
+    """
 
     request_id: int
     slot: int

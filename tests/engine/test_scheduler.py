@@ -166,14 +166,18 @@ def test_commit_nan_ends_that_request_alone():
 def test_schedule_asks_the_chooser_once_a_round_and_commit_tells_it_every_row():
     class Chooser:
         def __init__(self):
-            self.batches, self.counted = [], []
+            self.batches, self.counted, self.timed = [], [], []
 
         def choose(self, batch):
             self.batches.append(batch)
             return len(self.batches) % 3
 
         def count(self, shape, accepted_by_shape):
-            self.counted.append((shape, accepted_by_shape))
+            self.counted += [(shape, accepted) for accepted in accepted_by_shape]
+
+        def time(self, batch, shape, seconds):
+            self.timed.append((batch, shape))
+            assert 0 < seconds < 1
 
     engine, runner = make_engine(num_pages=90, seed=1, speculative=TREE)
     chooser = engine.scheduler.chooser = Chooser()
@@ -191,6 +195,7 @@ def test_schedule_asks_the_chooser_once_a_round_and_commit_tells_it_every_row():
         engine.step()
     rounds = [plan for plan in plans if plan.decodes]
     assert chooser.batches == [len(plan.decodes) for plan in rounds]
+    assert chooser.timed == [(len(plan.decodes), plan.shape) for plan in rounds]
     assert [plan.shape for plan in rounds] == [(i + 1) % 3 for i in range(len(rounds))]
     assert chooser.counted == [(plan.shape, (2, 1, 0)) for plan in rounds for _ in plan.decodes]
     assert engine.scheduler.acceptance.num_rounds == sum(len(p.decodes) for p in rounds if p.shape == 0)
@@ -339,9 +344,9 @@ def test_commit_nan_pages_are_not_kept():
     assert engine.scheduler.kv.check_integrity() is None
 
 
-def _keys_without_followers(self, token_ids, max_pages):
+def _keys_without_followers(self, token_ids, first, max_pages):
     size = self.page_size
-    for start in range(0, min(max_pages, (len(token_ids) - 1) // size) * size, size):
+    for start in range(first * size, min(max_pages, (len(token_ids) - 1) // size) * size, size):
         yield tuple(token_ids[start : start + size])
 
 

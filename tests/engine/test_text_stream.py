@@ -33,3 +33,24 @@ def test_text_of_random_bytes_is_that_of_all_bytes_decoded_at_once(seed: int) ->
     stream.close()
     assert stream.text == bytes(data).decode(errors="replace")
     assert tokenizer.longest <= 3 * MAX_HELD
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_extend_by_runs_emits_what_pushing_each_token_does(seed: int) -> None:
+    """After every run, whatever it ends in; a run that is whole characters is decoded at once."""
+    rng = random.Random(seed)
+    alphabet = rng.choice([list("ab€🌍é".encode()), list(b"abc"), list(range(256)), [0xE2, 0x82, 0xAC]])
+    one, many = TextStream(ByteTokenizer(), ()), TextStream(ByteTokenizer(), ())
+    text = "ab€🌍é".encode() * 9 if seed % 2 else bytes(rng.choice(alphabet) for _ in range(99))
+    start = 0
+    while start < len(text):
+        run = list(text[start : start + rng.randint(1, 6)])
+        start += len(run)
+        many.extend(run)
+        for token_id in run:
+            one.push(token_id)
+        if "\ufffd" not in one.text:  # of bytes that are no character, push may hold back more
+            assert many.text == one.text
+    one.close()
+    many.close()
+    assert many.text == one.text == text.decode(errors="replace")

@@ -1,6 +1,7 @@
-"""Routing and the three forms of a mixture of experts, against loops over tokens and experts."""
+"""Routing and the forms of a mixture of experts, against loops over tokens and experts."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ CONFIGS = [
     MoeConfig(16, 3, 3, 7, "noaux_tc", 2, 1, False, 1.5),
 ]
 HIDDEN = 20
+ALIGNED = 24  # torch's grouped product wants rows of 16 bytes or a multiple
 
 
-def build(config: MoeConfig, seed: int = 0) -> MoE:
-    moe = MoE(config, HIDDEN, torch.float64, "cpu")
+def build(config: MoeConfig, seed: int = 0, hidden: int = HIDDEN) -> MoE:
+    moe = MoE(config, hidden, torch.float64, "cpu")
     init_weights(moe, seed, std=0.4)
     if config.topk_method == "noaux_tc":
         moe.router.bias.copy_(
@@ -31,8 +33,8 @@ def build(config: MoeConfig, seed: int = 0) -> MoE:
     return moe
 
 
-def rows(count: int, seed: int = 3) -> Tensor:
-    return torch.randn(count, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def rows(count: int, seed: int = 3, hidden: int = HIDDEN) -> Tensor:
+    return torch.randn(count, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def silu(x: Tensor) -> Tensor:
@@ -92,6 +94,42 @@ def test_moe_of_any_row_count_equals_oracle(num_rows: int, is_static: bool) -> N
         moe = build(CONFIGS[2])
         x = rows(num_rows)
         torch.testing.assert_close(moe(x[None], is_static)[0], oracle(moe, x), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]], ids=lambda c: f"{c.topk_method}-{c.num_experts}")
+def test_moe_segmented_in_float32_equals_loops_recorded_too(config: MoeConfig) -> None:
+    """torch's grouped product takes no float64. A record must not keep the row counts that it was made with."""
+    config = replace(config, intermediate_size=16)
+    with torch.no_grad():
+        wide, moe = build(config, hidden=ALIGNED), MoE(config, ALIGNED, torch.float32, "cpu")
+        moe.requires_grad_(False).load_state_dict(wide.state_dict())
+        example = rows(40, hidden=ALIGNED).float()
+        recorded = torch.jit.trace(lambda x: moe.segmented(x, moe.router(x)), (example,), check_trace=False)
+        for x in (rows(40, 4, ALIGNED), rows(40, 5, ALIGNED), rows(1, 6, ALIGNED).expand(40, -1)):
+            for form in (moe.segmented(x.float(), moe.router(x.float())), recorded(x.float())):
+                torch.testing.assert_close(form, oracle(wide, x).float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "expected"),
+    [
+        (16, torch.float32, ["summed", "summed", "dense", "segmented", "segmented"]),
+        (12, torch.float32, ["summed", "summed", "dense", "dense", "dense"]),
+        (16, torch.float64, ["summed", "summed", "dense", "dense", "dense"]),
+    ],
+)
+def test_moe_many_static_rows_on_a_cpu_are_segmented_where_torch_can(
+    size: int, dtype: torch.dtype, expected: list[str]
+) -> None:
+    moe = MoE(replace(CONFIGS[0], intermediate_size=size), ALIGNED, dtype, "cpu")
+    init_weights(moe, 0, std=0.4)
+    forms: list[str] = []
+    for name in ("dense", "segmented", "summed"):
+        setattr(moe, name, lambda x, routing, name=name: forms.append(name) or x)
+    with torch.no_grad():
+        for count in (2, 16, 24, 25, 256):
+            moe(rows(count, hidden=ALIGNED).to(dtype)[None], is_static=True)
+    assert forms == expected
 
 
 def test_router_bias_changes_choice_but_not_weights() -> None:

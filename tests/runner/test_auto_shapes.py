@@ -31,7 +31,10 @@ class RandomChooser:
         return self.chosen[-1]
 
     def count(self, shape, accepted_by_shape):
-        self.counted.append((shape, accepted_by_shape))
+        self.counted += [(shape, accepted) for accepted in accepted_by_shape]
+
+    def time(self, batch, shape, seconds):
+        pass
 
 
 def make_auto(seed=None, **options):
@@ -121,6 +124,9 @@ class Fixed:
         return self.shape
 
     def count(self, shape, accepted_by_shape):
+        pass
+
+    def time(self, batch, shape, seconds):
         pass
 
 

@@ -19,12 +19,14 @@ class AcceptanceWatch:
     num_accepted: int = 0
     has_warned: bool = False
 
-    def count(self, num_accepted: int) -> None:
-        """Record one round that could have accepted drafts."""
-        self.num_rounds += 1
+    def count(self, num_rounds: int, num_accepted: int) -> None:
+        """Record rounds that could have accepted drafts, and how many they accepted together."""
+        self.num_rounds += num_rounds
         self.num_accepted += num_accepted
+        if self.num_rounds < MIN_ROUNDS or self.has_warned:
+            return
         accept_length = 1 + self.num_accepted / self.num_rounds
-        if self.num_rounds >= MIN_ROUNDS and accept_length < LOW and not self.has_warned:
+        if accept_length < LOW:
             self.has_warned = True
             logger.warning(
                 "the draft head is of no use: %.2f tokens a round over %d rounds, where %.2f would be without a head. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from treedraft.engine.text import TextStream
 from treedraft.types import Choice, Grammar, PromptLogprob, RequestMetrics, SamplingParams, ScoredTokens
@@ -46,7 +47,7 @@ class Request:
     error: str | None = None
     is_at_fault: bool = False  # the error is the request's own
     num_rounds: int = 0
-    accepted_at_depth: list[int] = field(default_factory=list)
+    rounds_by_accepted: list[int] = field(default_factory=list)  # rounds that accepted 0, 1, ... drafts
     started_s: float = 0.0
     prefilled_s: float = 0.0
     finished_s: float = 0.0
@@ -61,11 +62,6 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """The order in which requests are served; a preempted one keeps its place."""
         return self.priority, self.arrival
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether a part of the known tokens is still to be launched."""
-        return self.kv_len < self.prefill_len
 
     @property
     def num_known(self) -> int:
@@ -87,6 +83,11 @@ class Request:
         if self.grammar is not None and self.grammar.error is not None:  # it gave no masks for these tokens
             return self._fail_grammar(self.grammar.error)
         output, stops, push = self.output_token_ids, self.stop_token_ids, self.text.push
+        if len(output) + len(token_ids) < self.output_limit and not self.text.stop and stops.isdisjoint(token_ids):
+            output += token_ids
+            self.logprobs += logprobs or ()
+            self.top_logprobs += top_logprobs or ()
+            return self.text.extend(token_ids)
         for i, token_id in enumerate(token_ids):
             output.append(token_id)
             if logprobs is not None:
@@ -146,9 +147,15 @@ class Request:
     def count_round(self, num_accepted: int) -> None:
         """Record one verify round that accepted drafts down to depth `num_accepted`."""
         self.num_rounds += 1
-        self.accepted_at_depth += [0] * (num_accepted - len(self.accepted_at_depth))
-        for depth in range(num_accepted):
-            self.accepted_at_depth[depth] += 1
+        counts = self.rounds_by_accepted
+        if num_accepted >= len(counts):
+            counts += [0] * (num_accepted + 1 - len(counts))
+        counts[num_accepted] += 1
+
+    @property
+    def accepted_at_depth(self) -> list[int]:
+        """Rounds in which the draft at depth 1, 2, ... was accepted."""
+        return [sum(self.rounds_by_accepted[depth:]) for depth in range(1, len(self.rounds_by_accepted))]
 
     def finish(self, reason: str, error: str | None = None) -> None:
         self.finish_reason, self.error, self.finished_s = reason, error, time.perf_counter()
@@ -173,8 +180,8 @@ def metrics_of(requests: list[Request]) -> RequestMetrics:
     rounds = sum(r.num_rounds for r in requests)
     generated = sum(len(r.output_token_ids) for r in requests)
     in_rounds = sum(max(0, len(r.output_token_ids) - 1) for r in requests)
-    depths = max((len(r.accepted_at_depth) for r in requests), default=0)
-    per_depth = [sum(r.accepted_at_depth[d] for r in requests if d < len(r.accepted_at_depth)) for d in range(depths)]
+    at_depth = [r.accepted_at_depth for r in requests]
+    per_depth = [sum(counts) for counts in zip_longest(*at_depth, fillvalue=0)]
     elapsed_s = max(r.finished_s for r in requests) - min(r.started_s for r in requests)
     return RequestMetrics(
         num_prompt_tokens=len(requests[0].prompt_token_ids),

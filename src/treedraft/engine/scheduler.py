@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
+from typing import NamedTuple
 
 from treedraft.config import EngineConfig, speculative_tail
 from treedraft.engine.acceptance import AcceptanceWatch
@@ -14,6 +15,14 @@ from treedraft.errors import InvariantError, RequestError
 from treedraft.kv.manager import KVManager
 from treedraft.kv.prefix import CachedPage
 from treedraft.types import DecodeRow, PageUpdate, PrefillRow, RowResult, StepPlan, StepResult
+
+
+class _Launched(NamedTuple):
+    """The round scheduled last."""
+
+    num_rounds: int = 0
+    shape: int = 0
+    began_s: float = 0.0
 
 
 class Scheduler:
@@ -56,6 +65,8 @@ class Scheduler:
         self._released_slots: list[int] = []
         self._with_deadline: dict[int, Request] = {}
         self._ended: list[Request] = []  # by their deadline, since the last commit
+        self._is_pipelined = config.max_pending > 0  # else a step is committed before the next is scheduled
+        self._launched = _Launched()
 
     # ------------------------------------------------------------------ arrivals
 
@@ -112,33 +123,44 @@ class Scheduler:
         released, self._released_slots = tuple(self._released_slots), []
         shape = self.chooser.choose(len(decodes)) if self.chooser is not None and decodes else 0
         freed = self.kv.allocator.take_freed()
+        self._launched = _Launched(len(decodes), shape, time.perf_counter())
         return StepPlan(released, tuple(updates), tuple(prefills), tuple(decodes), shape, freed)
 
     def commit(self, result: StepResult) -> list[Request]:
         """Take a collected step's tokens; returns the requests that it changed. A finished one's rows are dropped."""
+        if result.overflow is None:
+            self._time_round()
         changed, self._ended = self._ended, []
         for scored in result.scored:
             if scored.request_id in self.by_id:
                 self.by_id[scored.request_id].add_prompt_logprobs(scored)
+        own_trees: list[RowResult] = []  # rounds of the engine's tree; a request's own tree says nothing about it
+        unbound: list[RowResult] = []  # of these, rounds without a grammar: it forbids drafts of the best head
         for row in result.rows:
             request = self.by_id.get(row.request_id)
             if request is None:  # finished or aborted while this round was in flight: a dead round
                 continue
             request.pending -= 1
             request.pending_rounds -= row.is_round
-            if row.is_round and result.overflow is not None:
-                request.finish("error", f"request {request.request_id}: {result.overflow}")
-            elif row.has_nan:
-                where = "a round" if row.is_round else "the prefill"
-                request.finish("error", f"request {request.request_id}: the model's logits held a NaN in {where}")
+            if row.has_nan or (row.is_round and result.overflow is not None):
+                self._fail(request, row, result.overflow)
             elif row.is_round:
-                self._commit_round(request, row)
+                request.kv_len += len(row.token_ids)
+                request.count_round(len(row.token_ids) - 1)
+                request.append(row.token_ids, row.logprobs, row.top_logprobs)
+                if request.params.num_draft_tokens is None:
+                    own_trees.append(row)
+                    if request.grammar is None:
+                        unbound.append(row)
             else:
                 self._commit_prefill(request, row)
-            if row.token_ids or request.is_finished:
+            is_finished = request.finish_reason is not None
+            if row.token_ids or is_finished:
                 changed.append(request)
-            if request.is_finished:
+            if is_finished:
                 self._end(request)
+        if own_trees:
+            self._learn(own_trees, unbound)
         return changed
 
     # ------------------------------------------------------------------ before the rows
@@ -167,15 +189,18 @@ class Scheduler:
         """A round for all that may emit, in the order of rank: who is preempted for another has no row yet."""
         decodes = []
         for request in tuple(self.running):
-            has_prefilled = request.slot >= 0 and request.kv_len >= request.prefill_len  # no slot: preempted just now
-            if has_prefilled and self._may_emit(request) and self._grow(request, updates):
-                decodes.append(self._decode_row(request))
+            # Without a slot it was preempted just now; below prefill_len a part of its text is still to be launched.
+            if request.slot < 0 or request.kv_len < request.prefill_len or not self._may_emit(request):
+                continue
+            upper = self._upper(request)
+            if upper + self.tail <= request.owned_len or self._grow(request, upper, updates):
+                decodes.append(self._decode_row(request, upper))
         return decodes
 
     def _chunks(self, updates: list[PageUpdate]) -> list[PrefillRow]:
         """Chunks of prompts in the order of rank, of those who wait as well, until the step's tokens are used up."""
         prefills: list[PrefillRow] = []
-        for request in [r for r in self.running if r.is_prefilling]:
+        for request in [r for r in self.running if r.kv_len < r.prefill_len]:
             self._admit(prefills, updates, before=request)
             self._prefill(request, prefills)
         self._admit(prefills, updates)
@@ -190,11 +215,8 @@ class Scheduler:
         """Upper end of the interval that the host knows for kv_len."""
         return request.kv_len + request.pending_rounds * self.max_path
 
-    def _grow(self, request: Request, updates: list[PageUpdate]) -> bool:
+    def _grow(self, request: Request, upper: int, updates: list[PageUpdate]) -> bool:
         """Own pages for a round, of one token at least. False: even these were missing, and it was preempted itself."""
-        upper = self._upper(request)
-        if upper + self.tail <= request.owned_len:
-            return True
         want = min(self.kv.pages_for(upper + self.tail), self._most_pages(request))
         need = self.kv.pages_for(min(upper + 1, request.max_len))
         page_size = self.kv.page_size
@@ -207,13 +229,14 @@ class Scheduler:
         self._reserve(request, min(want, within_reach) * page_size, updates)
         return True
 
-    def _decode_row(self, request: Request) -> DecodeRow:
-        upper, is_exact = self._upper(request), request.pending_rounds == 0
+    def _decode_row(self, request: Request, upper: int) -> DecodeRow:
+        params, is_exact = request.params, request.pending_rounds == 0
         request.pending += 1
         request.pending_rounds += 1
-        most = min(request.params.num_draft_tokens or self.max_nodes, self.max_nodes)
-        node_limit = max(1, min(most, request.owned_len - upper))
-        return DecodeRow(request.request_id, request.slot, upper, node_limit, request.params, is_exact, request.grammar)
+        node_limit = self.max_nodes
+        if params.num_draft_tokens is not None or upper + node_limit > request.owned_len:
+            node_limit = max(1, min(params.num_draft_tokens or node_limit, node_limit, request.owned_len - upper))
+        return DecodeRow(request.request_id, request.slot, upper, node_limit, params, is_exact, request.grammar)
 
     def _prefill(self, request: Request, prefills: list[PrefillRow]) -> None:
         """Append the request's next chunk, as far as the step's tokens go."""
@@ -292,17 +315,24 @@ class Scheduler:
 
     # ------------------------------------------------------------------ parts
 
-    def _commit_round(self, request: Request, row: RowResult) -> None:
-        num_accepted = len(row.token_ids) - 1
-        request.kv_len += len(row.token_ids)
-        request.count_round(num_accepted)
-        if request.params.num_draft_tokens is None:  # a request's own tree says nothing about the engine's
-            if self.chooser is not None:
-                self.chooser.count(row.shape, row.accepted_by_shape)
-            # Of the largest tree; a grammar forbids drafts of the best head.
-            if self.max_nodes > 1 and row.shape == 0 and request.grammar is None:
-                self.acceptance.count(num_accepted)
-        request.append(row.token_ids, row.logprobs, row.top_logprobs)
+    def _fail(self, request: Request, row: RowResult, overflow: str | None) -> None:
+        if row.is_round and overflow is not None:
+            return request.finish("error", f"request {request.request_id}: {overflow}")
+        where = "a round" if row.is_round else "the prefill"
+        request.finish("error", f"request {request.request_id}: the model's logits held a NaN in {where}")
+
+    def _time_round(self) -> None:
+        """Tell the chooser how long the round took that was scheduled last."""
+        launched, self._launched = self._launched, _Launched()
+        if self.chooser is not None and launched.num_rounds and not self._is_pipelined:
+            self.chooser.time(launched.num_rounds, launched.shape, time.perf_counter() - launched.began_s)
+
+    def _learn(self, rounds: list[RowResult], unbound: list[RowResult]) -> None:
+        """Tell the chooser, and the watch over the head, what became of a step's drafts: its trees have one shape."""
+        if self.chooser is not None:
+            self.chooser.count(rounds[0].shape, [row.accepted_by_shape for row in rounds])
+        if self.max_nodes > 1 and unbound and rounds[0].shape == 0:  # the largest tree
+            self.acceptance.count(len(unbound), sum(len(row.token_ids) - 1 for row in unbound))
 
     def _commit_prefill(self, request: Request, row: RowResult) -> None:
         if row.token_ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 MAX_HELD = 16  # tokens held back as an unfinished character; more are bytes that will never be one
@@ -53,6 +54,22 @@ class TextStream:
         gained = now[len(before) :]
         self._prefix, self._read = self._read, end
         return self._emit(gained)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add several tokens of a stream without stop strings: the text is that of pushing each, in fewer windows."""
+        if self.tokenizer is None:
+            return
+        known = len(self._token_ids)
+        self._token_ids += token_ids
+        now = self._decode(self._prefix, len(self._token_ids))
+        if now.endswith("\ufffd"):  # an unfinished character: only its tokens are held back, not the whole run
+            del self._token_ids[known:]
+            for token_id in token_ids:
+                self.push(token_id)
+            return
+        gained = now[len(self._decode(self._prefix, self._read)) :]
+        self._prefix, self._read = self._read, len(self._token_ids)
+        self._emit(gained)
 
     def close(self) -> None:
         """Emit what is held back, complete or not."""

@@ -11,7 +11,7 @@ from treedraft.errors import ConfigError, InvariantError
 LOOKAHEAD = 1  # tokens after a row that its draft KV depends on: one for EAGLE and for a single MTP layer
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class CachedPage:
     """A page whose KV is known, behind that of its parents."""
 
@@ -56,15 +56,7 @@ class PrefixCache:
 
     def find(self, token_ids: Sequence[int], max_pages: int) -> list[CachedPage]:
         """Return the longest cached beginning of a text, at most `max_pages` pages; uses none of them."""
-        path: list[CachedPage] = []
-        node = self._root
-        for key in self._keys(token_ids, max_pages):
-            child = node.children.get(key)
-            if child is None:
-                break
-            path.append(child)
-            node = child
-        return path
+        return self._behind([], token_ids, max_pages)
 
     def use(self, path: Iterable[CachedPage]) -> None:
         """Count one more user of each page."""
@@ -89,9 +81,7 @@ class PrefixCache:
         """
         node = path[-1] if path else self._root
         taken: list[CachedPage] = []
-        for number, key in enumerate(self._keys(token_ids, len(pages))):
-            if number < len(path):
-                continue
+        for number, key in enumerate(self._keys(token_ids, len(path), len(pages)), len(path)):
             if key in node.children:
                 break
             child = CachedPage(pages[number], key, node, num_users=1)
@@ -106,7 +96,7 @@ class PrefixCache:
 
         Where another page has the same key, that one stays, and the rest goes behind it.
         """
-        others = self.find(token_ids, len(pages))[len(path) :]
+        others = self._behind(path, token_ids, len(pages))
         self.use(others)
         whole = path + others
         whole += self.extend(whole, token_ids, pages)
@@ -148,10 +138,23 @@ class PrefixCache:
             if node.num_users < sum(child.num_users for child in node.children.values()):
                 raise InvariantError(f"page {node.page} of the prefix cache has fewer users than the pages behind it")
 
-    def _keys(self, token_ids: Sequence[int], max_pages: int) -> Iterator[tuple[int, ...]]:
+    def _behind(self, path: list[CachedPage], token_ids: Sequence[int], max_pages: int) -> list[CachedPage]:
+        """The cached pages of a text behind `path`, its first ones; `max_pages` in all at most."""
+        node = path[-1] if path else self._root
+        found: list[CachedPage] = []
+        for key in self._keys(token_ids, len(path), max_pages):
+            child = node.children.get(key)
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
+
+    def _keys(self, token_ids: Sequence[int], first: int, max_pages: int) -> Iterator[tuple[int, ...]]:
+        """Keys of a text's full pages from number `first` on; `max_pages` with those before them at most."""
         size, width = self.page_size, self.page_size + self.lookahead
         last = min(max_pages, (len(token_ids) - self.lookahead) // size)
-        for start in range(0, last * size, size):
+        for start in range(first * size, last * size, size):
             yield tuple(token_ids[start : start + width])
 
     def _walk(self) -> Iterator[CachedPage]:

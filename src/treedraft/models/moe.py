@@ -5,7 +5,7 @@ weight is always 1. Six forms compute the same function; shapes and device choos
 
     summed    few rows on a CPU: rows of the chosen experts' weights are summed in place        static
     few       few rows on a GPU: Triton kernels read each chosen expert once                    static
-    segmented many rows on a GPU, bfloat16: rows in order of experts, torch's grouped product   static
+    segmented many rows, on a GPU in bfloat16: in order of experts, torch's grouped product     static
     gathered  few rows on a GPU otherwise: each row's experts are copied out and multiplied     static
     dense     every expert for every row, unchosen ones weighted by 0: two large products       static
     grouped   many rows: each expert sees the rows that chose it                                waits for the device
@@ -110,7 +110,8 @@ class SigmoidRouter(Router):
 
 def mask_groups(scores: Tensor, group_scores: Tensor, keep: int, fill: float) -> Tensor:
     """Return scores [T, E] with `fill` in all but the `keep` best groups; group_scores: [T, groups]."""
-    kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, group_scores.topk(keep, -1).indices, True)
+    # 1, not True: a record (runner.capture) has no operator that scatters a bool.
+    kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, group_scores.topk(keep, -1).indices, 1)
     grouped = scores.unflatten(-1, (group_scores.shape[-1], -1))
     return grouped.masked_fill(~kept.unsqueeze(-1), fill).flatten(-2)
 
@@ -152,14 +153,22 @@ class MoE(nn.Module):
         if not is_cpu and (is_served(x) or (x.is_meta and not torch.is_grad_enabled())):
             if len(rows) <= FEW_ROWS or self.products == "invariant":
                 return self.few(rows, routing).view(x.shape)
-            if x.dtype == torch.bfloat16 and self.hidden_size % 8 == self.size % 8 == 0:
+            if x.dtype == torch.bfloat16 and self._can_segment:
                 return self.segmented(rows, routing).view(x.shape)
+        is_float32_on_cpu = is_cpu and x.dtype == torch.float32 and not torch.is_grad_enabled()
+        if is_float32_on_cpu and self._can_segment and pairs_per_expert > DENSE_MAX_PAIRS:
+            return self.segmented(rows, routing).view(x.shape)
         summed_max_pairs = SUMMED_MAX_PAIRS if self.packed is None else SUMMED_MAX_PAIRS_IF_PACKED
         if pairs_per_expert <= (summed_max_pairs if is_cpu else GATHERED_MAX_PAIRS):
             form = self.summed if is_cpu else self.gathered
         else:
             form = self.dense if is_static else self.grouped
         return form(rows, routing).view(x.shape)
+
+    @property
+    def _can_segment(self) -> bool:
+        """Whether torch's grouped product takes these sizes: rows of 16 bytes or a multiple."""
+        return self.hidden_size % 8 == self.size % 8 == 0
 
     def summed(self, x: Tensor, routing: Routing) -> Tensor:
         """Sum weight rows of the chosen experts, scaled by the inputs, without copying them. x: [T, H]. Static."""
@@ -221,11 +230,11 @@ class MoE(nn.Module):
         return parts
 
     def segmented(self, x: Tensor, routing: Routing) -> Tensor:
-        """Put rows in the order of their experts and run torch's grouped product. x: [T, H] bfloat16. Static."""
+        """Put rows in the order of their experts and run torch's grouped product. x: [T, H], not float64. Static."""
         num_experts, k = self.config.num_experts, self.config.num_experts_per_tok
         experts, order = routing.indices.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, torch.arange(num_experts, device=x.device), right=True).int()
-        gate, up = F.grouped_mm(x[order // k], self.gate_up[:num_experts], offs=ends).chunk(2, -1)
+        gate, up = F.grouped_mm(x.index_select(0, order // k), self.gate_up[:num_experts], offs=ends).chunk(2, -1)
         pairs = F.grouped_mm(F.silu(gate) * up, self.down[:num_experts], offs=ends)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         out = torch.bmm(routing.weights.to(x.dtype).unsqueeze(1), pairs[place].view(len(x), k, -1)).squeeze(1)
@@ -329,4 +338,5 @@ FEW_ROWS = 128
 # dense; 16 rows 660 summed, 840 dense (2026-12-01).
 SUMMED_MAX_PAIRS = 4
 SUMMED_MAX_PAIRS_IF_PACKED = 1.5  # 16 rows 450 dense where the experts are packed
+DENSE_MAX_PAIRS = 6  # 32 rows 876 dense, 657 segmented; 256 rows 7080 and 3340
 GATHERED_MAX_PAIRS = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from types import FrameType
 
@@ -52,6 +53,10 @@ def make_server(
 
 def run(server: DrainingServer) -> None:
     """Serve until a signal ends it; a drained server ends as one that was asked to, with exit code 0."""
+    # A full garbage collection walks 240,000 objects of modules and model, 0.1 s in which no token comes (2026-12-01).
+    # What exists now stays to the end: it need not be looked at again.
+    gc.collect()
+    gc.freeze()
     # uvicorn raises the signal again once all is done, for handlers set before: this one, instead of a killed process.
     previous = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
