@@ -27,8 +27,8 @@ class OtherKey:
     def __init__(self, drafter):
         self.drafter = drafter
 
-    def propose(self, batch, rows, noise):
-        return self.drafter.propose(batch, rows, None if noise is None else noise.roll(1, dims=-1))
+    def propose(self, batch, rows, noise, root_masks):
+        return self.drafter.propose(batch, rows, None if noise is None else noise.roll(1, dims=-1), root_masks)
 
     def __getattr__(self, name):
         return getattr(self.drafter, name)

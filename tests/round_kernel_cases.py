@@ -263,6 +263,11 @@ def test_mask_tokens_random_masks(vocab: int) -> None:
     wanted = torch.where(bits.flatten(2)[..., :vocab].bool(), logits.cpu(), -math.inf)
     assert torch.equal(TORCH.mask_tokens(logits.clone(), masks).cpu(), wanted)
     assert torch.equal(TRITON.mask_tokens(logits.clone(), masks).cpu(), wanted)
+    ids = torch.randperm(vocab, generator=g)[: vocab // 2].to(DEVICE)  # a draft's vocabulary
+    part = logits[..., : len(ids)].contiguous()
+    wanted = torch.where(bits.flatten(2)[..., ids.cpu()].bool(), part.cpu(), -math.inf)
+    assert torch.equal(TORCH.mask_tokens(part.clone(), masks, ids).cpu(), wanted)
+    assert torch.equal(TRITON.mask_tokens(part.clone(), masks, ids).cpu(), wanted)
     columns = masks.repeat(1, 2, 1)[:, ::2]  # rows that lie apart, as those of a smaller tree
     assert torch.equal(TRITON.mask_tokens(logits.clone(), columns), TORCH.mask_tokens(logits.clone(), columns))
 

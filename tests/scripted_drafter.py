@@ -46,7 +46,7 @@ class ScriptedDrafter:
     def extend(self, batch: Any, features: Tensor, accepted: Any) -> None:
         self.inner.extend(batch, features, accepted)
 
-    def propose(self, batch: Any, rows: Any, noise: Tensor | None) -> DraftTree:
+    def propose(self, batch: Any, rows: Any, noise: Tensor | None, root_masks: Tensor | None) -> DraftTree:
         size = len(batch.slots)
         tokens = [self._tokens(slot, kv_len) for slot, kv_len in zip(batch.slots.tolist(), batch.kv_lens.tolist())]
         token_ids = torch.tensor(tokens)

@@ -24,7 +24,7 @@ class PerfectDrafter:
     def __init__(self, target: Target, shape: SpeculativeConfig):
         self.target, self.shape = target, shape
 
-    def propose(self, batch, rows, noise):
+    def propose(self, batch, rows, noise, root_masks):
         topk, num_steps = self.shape.topk, self.shape.num_steps
         words = num_words(self.shape.num_draft_tokens, topk, num_steps)
         root_bits = torch.zeros(len(batch.slots), 1, words + 1, dtype=torch.int64)

@@ -17,6 +17,7 @@ from llguidance import LLMatcher, hf
 from small_models import write_pair
 from tiny_tokenizer import write_tokenizer
 from treedraft import LLM, RequestError, RequestOutput, SamplingParams, SpeculativeConfig, StructuredOutput
+from treedraft.debug.trace import recording
 from treedraft.grammar.compiler import grammar_text
 from treedraft.grammar.state import GrammarState
 from treedraft.runner.round import Target
@@ -203,6 +204,32 @@ def test_static_seam_copies_out_before_the_target_runs_and_in_before_sampling(pa
         order.clear()
         llm.generate(["abc"], SamplingParams(temperature=0, max_tokens=4), progress=False)
         assert set(order) == {"target"}
+
+
+@pytest.mark.parametrize("draft_vocab_size", [48, 20])
+@pytest.mark.parametrize("cuda_graph", ["off", "eager"])
+def test_no_draft_of_the_first_level_is_forbidden(
+    draft_vocab_size: int, cuda_graph: str, plain: LLM, tmp_path: Path
+) -> None:
+    """What may follow the root is known before the round; a draft's vocabulary may be a part of the target's."""
+    pair = write_pair(tmp_path / "pair", draft_vocab_size=draft_vocab_size)
+    write_tokenizer(Path(pair["model"]))
+    llm, rounds = make_llm(pair, cuda_graph=cuda_graph), []
+    params = SamplingParams(temperature=1, seed=5, max_tokens=50, structured=SMALL)
+    prompt = llm.encode("abc")
+    with recording(llm, rounds):
+        [output] = llm.generate([prompt], params, progress=False)
+    assert facts([output]) == facts(plain.generate([prompt], params, progress=False))
+    oracle, num_drafts = Oracle(llm), 0
+    for each in rounds:
+        said = output.outputs[0].token_ids[: each.kv_len - len(prompt) + 1]
+        matcher = LLMatcher(oracle.vocabulary, grammar_text(SMALL), log_level=0)
+        assert all(matcher.consume_token(t) for t in said)
+        allowed = set(np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8)).tolist())
+        drafts = {t for t, depth in zip(each.token_ids, each.depths, strict=True) if depth == 1 and t >= 0}
+        assert drafts <= allowed
+        num_drafts += len(drafts)
+    assert num_drafts > len(rounds) / 2
 
 
 def test_max_tokens_ends_an_unfinished_document_with_length(tree: LLM) -> None:

@@ -47,10 +47,12 @@ class GrammarState:
         self._matcher, self._mask, self._num_words = matcher, mask, num_words
         self._min_tokens, self._masked_stop_ids = min_tokens, masked_stop_ids
         self._num_said = 0
+        self._root_mask: Mask | None = None  # of what was said so far, where it was asked for
 
     def advance(self, token_id: int) -> None:
         """See types.Grammar."""
         self._num_said += 1
+        self._root_mask = None
         if self._matcher.consume_token(token_id):
             self.is_finished = self._matcher.is_stopped()
         else:
@@ -77,11 +79,16 @@ class GrammarState:
         masks: Mask,
     ) -> bool:
         """Fill in a node, which the matcher has taken, and all below it. False where it cannot be."""
-        if not write_mask(matcher, self._mask) or not self._mask.any():
+        if node == 0 and self._root_mask is not None:
+            masks[0] = self._root_mask
+        elif not write_mask(matcher, self._mask) or not self._mask.any():
             return False
-        masks[node] = self._mask[: self._num_words]
-        if self._num_said + depth < self._min_tokens:
-            self._forbid_stops(masks[node])
+        else:
+            masks[node] = self._mask[: self._num_words]
+            if self._num_said + depth < self._min_tokens:
+                self._forbid_stops(masks[node])
+        if node == 0:
+            self._root_mask = masks[0].copy()
         allowed = [child for child in children[node] if _has(masks[node], token_ids[child])]
         for child in allowed:
             below = matcher if child == allowed[-1] else matcher.deep_copy()

@@ -28,8 +28,13 @@ from treedraft.types import Accepted, DraftTree
 class Drafter(Protocol):
     """Proposes trees. It may be wrong in any way: the text stays the target's own."""
 
-    def propose(self, batch: DecodeBatch, rows: SamplingRows, noise: Tensor | None) -> DraftTree:
-        """noise: [B, D, V] float32 for token positions kv_lens + 1 + d, or None when no row samples."""
+    def propose(
+        self, batch: DecodeBatch, rows: SamplingRows, noise: Tensor | None, root_masks: Tensor | None
+    ) -> DraftTree:
+        """noise: [B, D, V] float32 for token positions kv_lens + 1 + d, or None when no row samples.
+
+        root_masks: [B, 1, words] int32 of `mask_tokens`, what may follow the root; None where there is no grammar.
+        """
 
     def prefill(self, batch: PrefillBatch, features: Tensor, next_tokens: Tensor) -> None:
         """Take chunks of prompts. features: [T, F] of their positions, next_tokens: [T] the token after each."""
@@ -62,11 +67,13 @@ class EagleDrafter:
         """Target id of each draft id: [Vd] int64; None where they are the same."""
         return self.head.draft_to_target
 
-    def propose(self, batch: DecodeBatch, rows: SamplingRows, noise: Tensor | None) -> DraftTree:
+    def propose(
+        self, batch: DecodeBatch, rows: SamplingRows, noise: Tensor | None, root_masks: Tensor | None
+    ) -> DraftTree:
         topk, num_steps = self.shape.topk, self.shape.num_steps
         words = num_words(self.shape.num_draft_tokens, topk, num_steps)
         hidden = self.state.draft_hidden[batch.slots][:, None]  # [B, 1, H]
-        scores, token_ids = self._best_children(hidden, rows, noise, level=1)
+        scores, token_ids = self._best_children(hidden, rows, noise, 1, root_masks)
         pool, frontier = first_level(token_ids[:, 0], scores[:, 0], words)
         batch = self._with_own_prefix(batch)
         hidden = hidden.expand(-1, topk, -1)
@@ -113,21 +120,29 @@ class EagleDrafter:
         return self.head(hidden, frontier.token_ids, positions, attend)
 
     def _best_children(
-        self, hidden: Tensor, rows: SamplingRows, noise: Tensor | None, level: int
+        self, hidden: Tensor, rows: SamplingRows, noise: Tensor | None, level: int, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The K best next tokens of each row: scores [B, R, K] float32, target token ids [B, R, K]."""
+        """The K best next tokens of each row: scores [B, R, K] float32, target token ids [B, R, K].
+
+        masks: [B, R, words] int32, which tokens may be proposed; None: any.
+        """
         best_children, target_ids, topk = self.state.operators.best_children, self.target_ids, self.shape.topk
         at_level = None if noise is None or not self.shape.shared_noise else noise[:, level - 1]
         if at_level is not None and target_ids is not None:
             at_level = at_level[:, target_ids]
         batch_size, num_rows, _ = hidden.shape
         parts = logits_parts(batch_size, num_rows, self.head.draft_vocab_size, hidden.dtype)
+
+        def logits_of(part: slice) -> Tensor:
+            logits = self.head.logits(hidden[part])
+            return logits if masks is None else self.state.operators.mask_tokens(logits, masks[part], target_ids)
+
         if len(parts) == 1:
-            return best_children(self.head.logits(hidden), rows.temperature, at_level, target_ids, topk)
+            return best_children(logits_of(parts[0]), rows.temperature, at_level, target_ids, topk)
         return join(
             [
                 best_children(
-                    self.head.logits(hidden[part]),
+                    logits_of(part),
                     rows.temperature[part],
                     None if at_level is None else at_level[part],
                     target_ids,

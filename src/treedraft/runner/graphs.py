@@ -113,8 +113,8 @@ class GraphState:
         """Run a round for these rows, and count by shape. All holds until the next call. Syncs only with seams."""
         program = self.pick(len(rows), stages_of(tuple(r.sampling for r in rows)), shape)
         self.write_inputs(program, rows)
-        if self.seam is not None:
-            self.seam.grammars = tuple(r.grammar for r in rows)
+        if self.seam is not None and GRAMMAR in program.stages:
+            self.seam.begin(tuple(r.grammar for r in rows))
         for step in program.steps:
             step()
         batch = self._eager_batch if program.batch is None else program.batch

@@ -73,7 +73,7 @@ class Operators(Protocol):
         """See speculative.sampling."""
         ...
 
-    def mask_tokens(self, logits: Tensor, masks: Tensor) -> Tensor:
+    def mask_tokens(self, logits: Tensor, masks: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """See speculative.sampling."""
         ...
 
@@ -152,8 +152,8 @@ class TorchOperators:
     def path_tokens(self, tree: DraftTree, max_depth: int) -> Tensor:
         return path_tokens(tree, max_depth)
 
-    def mask_tokens(self, logits: Tensor, masks: Tensor) -> Tensor:
-        return mask_tokens(logits, masks)
+    def mask_tokens(self, logits: Tensor, masks: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        return mask_tokens(logits, masks, token_ids)
 
     def sample(
         self,
@@ -241,10 +241,10 @@ class TritonOperators:
 
         return path_tokens_triton(tree, max_depth)
 
-    def mask_tokens(self, logits: Tensor, masks: Tensor) -> Tensor:
+    def mask_tokens(self, logits: Tensor, masks: Tensor, token_ids: Tensor | None = None) -> Tensor:
         from treedraft.kernels.mask import mask_tokens_triton
 
-        return mask_tokens_triton(logits, masks)
+        return mask_tokens_triton(logits, masks, token_ids)
 
     def sample(
         self,

@@ -102,12 +102,13 @@ def run_round(
 ) -> RoundTensors:
     """Run one round and advance the device state. num_steps: levels of the tree, 0 without.
 
-    No host value is read but at the seam, which a batch with a grammar has: between its two calls the target runs.
+    No host value is read but at the seam, which a batch with a grammar has: between its last two calls the target runs.
     Where an index list was too small the round is void: the device state stays as it was. Tree slots may be written.
     """
     operators = state.operators
     noise = round_noise(batch, rows, target, num_steps, operators)
-    tree = single_node(batch) if drafter is None else drafter.propose(batch, rows, noise)
+    root_masks = None if seam is None else seam.root_masks(len(batch.slots))
+    tree = single_node(batch) if drafter is None else drafter.propose(batch, rows, noise, root_masks)
     if seam is not None:
         seam.drafted(tree)
     output = target.verify(batch, tree)
@@ -170,10 +171,7 @@ def first_tokens(
     noise = None
     if "noise" in rows.stages:
         noise = operators.noise(rows.noise_key, last[:, None] + 1, target.model.config.vocab_size)
-    tree, masks = _one_node(batch.token_ids[last_rows]), None
-    if seam is not None:
-        seam.drafted(tree)
-        masks = seam.masks()
+    tree, masks = _one_node(batch.token_ids[last_rows]), None if seam is None else seam.root_masks(len(last))
     paths = paths_of(tree, rows, 0, operators)
     sampled, node_has_nan = sample_nodes(target, hidden, rows, paths, tree.depths, last, noise, masks, operators)
     accepted, has_nan = operators.walk(tree, sampled, 1, node_has_nan)

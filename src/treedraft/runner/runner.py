@@ -161,8 +161,9 @@ class Runner:
     def _seam(self, rows: tuple[PrefillRow, ...] | tuple[DecodeRow, ...]) -> EagerSeam | None:
         """What a round of these rows calls before it samples; None where none has a grammar."""
         grammars = tuple(r.grammar for r in rows)
-        has_grammar = any(g is not None for g in grammars)
-        return EagerSeam(grammars, self.target.model.config.vocab_size) if has_grammar else None
+        if not any(g is not None for g in grammars):
+            return None
+        return EagerSeam(grammars, self.target.model.config.vocab_size, self.device)
 
     def count_by_shape(self, result: RoundTensors) -> Tensor | None:
         """[B, J] int64: what trees of each shape would have had accepted; None where there is only one shape."""

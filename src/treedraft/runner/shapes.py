@@ -36,7 +36,9 @@ WARM_UP_RUNS = 2
 class RootOnlyDrafter(EagleDrafter):
     """No tree: proposes the root alone, and extends the head's KV like any other."""
 
-    def propose(self, batch: DecodeBatch, rows: SamplingRows, noise: Tensor | None) -> DraftTree:
+    def propose(
+        self, batch: DecodeBatch, rows: SamplingRows, noise: Tensor | None, root_masks: Tensor | None
+    ) -> DraftTree:
         return single_node(batch)
 
 

@@ -66,7 +66,8 @@ def round_bytes(runner: Runner, max_batch: int, max_kv_len: int) -> int:
         )
         rows = runner.state.gather_sampling(slots, STAGES, {stage: slots.bool() for stage in TABLE_STAGES})
         # With static buffers the masks of grammars are among these.
-        seam = EagerSeam((), runner.target.model.config.vocab_size) if runner.graphs is None else runner.graphs.seam
+        vocab_size, meta = runner.target.model.config.vocab_size, torch.device("meta")
+        seam = EagerSeam((), vocab_size, meta) if runner.graphs is None else runner.graphs.seam
         result = runner.run_round(batch, rows, 0, seam)
         del result, rows, batch, slots, seam
     return live.peak

@@ -70,16 +70,17 @@ def path_tokens(tree: DraftTree, max_depth: int | None = None) -> Tensor:
     return paths.scatter_(2, column, tree.token_ids[:, None].expand_as(column))[..., :width]
 
 
-def mask_tokens(logits: Tensor, masks: Tensor) -> Tensor:
+def mask_tokens(logits: Tensor, masks: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """Return the logits with every token that a mask forbids at -inf. May overwrite them.
 
     logits [B, N, V] float32 or float64; masks int32 [B, N, words]: bit v & 31 of word v >> 5 is token v.
+    token_ids int64 [V]: of the logits' columns, where these are a draft's; None: the columns themselves.
 
     Before penalties and bias, where the order of the other settings has it behind them: neither makes anything of -inf
     but -inf, nor looks at another token's logit.
     """
-    bit = torch.arange(32, dtype=torch.int32, device=masks.device)
-    is_allowed = (masks[..., None] >> bit).bitwise_and_(1).flatten(-2)[..., : logits.shape[-1]]
+    ids = torch.arange(logits.shape[-1], device=masks.device) if token_ids is None else token_ids
+    is_allowed = (masks.index_select(-1, ids >> 5) >> (ids & 31).int()).bitwise_and_(1)
     return logits.masked_fill_(is_allowed == 0, -torch.inf)
 
 
