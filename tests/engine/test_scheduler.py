@@ -1,6 +1,7 @@
 """Random traces of arrivals, aborts and NaNs against a fake runner that checks ownership at every step."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -55,18 +56,25 @@ class Trace:
         self.requests.append(request)
 
     def step(self):
+        first_before = self._first_in_rank()
         self.engine.step()
         self.scheduler.check_integrity()
         kv = self.scheduler.kv
         for request in self.scheduler.running:
             assert tuple(self.runner.tables[request.slot]) == kv.owned(request.slot), "the table mirrors the owner"
-        self._check_progress()
+        self._check_progress(first_before)
 
-    def _check_progress(self):
-        """The first in rank never stands still for longer than it takes to read what is in flight."""
-        first = min(self.scheduler.by_id.values(), key=lambda r: r.rank(), default=None)
+    def _first_in_rank(self):
+        return min(self.scheduler.by_id.values(), key=lambda r: r.rank(), default=None)
+
+    def _check_progress(self, first_before):
+        """The first in rank never stands still for longer than it takes to read what is in flight.
+
+        first_before: the first before the step. A more urgent one may come, take its place, and end in a single step.
+        """
+        first = self._first_in_rank()
         state = None if first is None else (first.num_known, first.kv_len, first.pending)
-        is_still = first is not None and first is self.first and state == self.first_state
+        is_still = first is not None and first is first_before is self.first and state == self.first_state
         self.num_idle_steps = self.num_idle_steps + 1 if is_still else 0
         self.first, self.first_state = first, state
         assert self.num_idle_steps <= self.max_pending + 2, "the first in rank starves"
@@ -93,6 +101,18 @@ class Trace:
             else:
                 assert request.output_token_ids == want
         return self
+
+    def counts(self):
+        scheduler = self.scheduler
+        return Counter(
+            {
+                "requests": len(self.requests),
+                "aborts": sum(r.finish_reason == "abort" for r in self.requests),
+                "preemptions": scheduler.num_preemptions,
+                "prompt tokens": scheduler.num_prompt_tokens,
+                "cached tokens": scheduler.num_cached_tokens,
+            }
+        )
 
 
 @pytest.mark.parametrize("max_pending", [0, 1, 2])
@@ -121,10 +141,15 @@ def test_engine_random_traces_end_every_request_with_its_own_text(max_pending, s
 @pytest.mark.parametrize("max_pending", [0, 1])
 @pytest.mark.parametrize("speculative", SHAPES[:2], ids=["no tree", "tree"])
 def test_engine_a_hundred_thousand_steps(max_pending, speculative):
+    """25,000 in each of the four. `-s` prints the counts that benchmarks/notes.md quotes."""
+    total = Counter()
     for seed, page_size in enumerate([1, 2, 3, 16, 64]):
         num_pages = max(2, 150 // page_size)
         options = {"num_pages": num_pages, "page_size": page_size, "chunked_prefill": [1, 7, 64, 16, 4096][seed]}
-        Trace(seed, speculative=speculative, max_pending=max_pending, **options).run(5000)
+        trace = Trace(seed, speculative=speculative, max_pending=max_pending, **options).run(5000)
+        total += trace.counts()
+    print(dict(total))
+    assert total["aborts"] and total["preemptions"] and total["cached tokens"]
 
 
 def test_schedule_pool_too_small_for_a_tree_shrinks_it_and_the_request_finishes():
