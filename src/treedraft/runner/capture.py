@@ -79,7 +79,7 @@ class CapturedRounds:
         if record is None:
             record = self._records[key] = self._record(batch, rows, inputs)
         outputs = record(*inputs, *(b.get() for b in self.bindings))
-        return RoundTensors(DraftTree(*outputs[:5]), outputs[5], Accepted(*outputs[6:9]), *outputs[9:])
+        return RoundTensors(DraftTree(*outputs[:5]), outputs[5], Accepted(*outputs[6:10]), *outputs[10:])
 
     def _record(
         self, batch: DecodeBatch, rows: SamplingRows, inputs: list[Tensor]
