@@ -189,11 +189,15 @@ async def run_batch(url: str, cases: Sequence[Case], at_once: int) -> list[str]:
 
 
 async def storm(url: str, number: int, seed: int) -> dict[str, int]:
-    """Streams that are cut at random moments: while they connect, wait, or write; a third of them are no streams."""
+    """Streams begun within half a minute, each cut at a random moment: while it connects, waits or writes.
+
+    A third of them are no streams.
+    """
     rng = random.Random(seed)
     counts = {"cut": 0, "finished": 0, "chunks": 0}
 
-    async def one(wait_s: float, body: dict[str, Any]) -> None:
+    async def one(begin_s: float, wait_s: float, body: dict[str, Any]) -> None:
+        await asyncio.sleep(begin_s)
         async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
             try:
                 async with asyncio.timeout(wait_s), client.stream("POST", "/v1/completions", json=body) as answer:
@@ -213,7 +217,7 @@ async def storm(url: str, number: int, seed: int) -> dict[str, int]:
         }
         for i in range(number)
     ]
-    await asyncio.gather(*(one(rng.uniform(0.01, 20), body) for body in bodies))
+    await asyncio.gather(*(one(rng.uniform(0, 30), rng.uniform(0.01, 8), body) for body in bodies))
     return counts
 
 

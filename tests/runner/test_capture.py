@@ -83,15 +83,18 @@ def test_capture_auto_records_only_what_occurs_often(demo_prompts):
 
 def test_capture_keeps_a_bounded_number_of_records_the_latest_ones(demo_prompts, monkeypatch):
     monkeypatch.setattr(capture, "MAX_RECORDS", 2)
+    monkeypatch.setattr(capture, "UNUSED_ROUNDS", 60)
     llm = make("on", (1, 2, 3))
     kept_by_torch = len(torch.jit._state._python_cu.get_functions())
-    texts = []
-    for number in (1, 2, 1, 3, 1):  # batch sizes
+    texts, records = [], []
+    for number in (1, 2, 1, 3, 1, 3):  # batch sizes
         params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * number
         texts.append([o.outputs[0].text for o in llm.generate(demo_prompts[:number], params, progress=False)])
         assert len(llm.runner.captured._records) <= 2
-    assert set(llm.runner.captured._records) == {(3, frozenset()), (1, frozenset())}  # 2 made room
-    assert texts[0] == texts[2] == texts[4] == texts[3][:1]
+        records.append({size for size, _ in llm.runner.captured._records})
+    assert records[:4] == [{1}, {1, 2}, {1, 2}, {1, 2}], "3 has no place while 2 may still be in use"
+    assert records[4:] == [{1, 2}, {1, 3}]
+    assert texts[0] == texts[2] == texts[4] == texts[3][:1] and texts[3] == texts[5]
     assert len(torch.jit._state._python_cu.get_functions()) == kept_by_torch, "dropped records must be freed"
 
 
