@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -119,14 +120,26 @@ def test_abort_by_the_clients_own_id_ends_one_that_waits(live: Live) -> None:
 
 
 def test_disconnect_of_fifty_streams_leaves_nothing(live: Live) -> None:
+    check_storm(live, [0.05 + 0.02 * number for number in range(50)])
+
+
+@pytest.mark.slow
+def test_disconnect_of_five_hundred_streams_leaves_nothing(served_llm: LLM) -> None:
+    rng = random.Random(0)
+    with live_server(served_llm, max_waiting=2000) as live:
+        check_storm(live, [rng.uniform(0.01, 30) for _ in range(500)])
+
+
+def check_storm(live: Live, cut_after_s: list[float]) -> None:
     """Cut before, between and after chunks; half of them are no streams at all."""
 
-    async def cut(number: int) -> None:
-        async with httpx.AsyncClient(base_url=live.url, timeout=30) as client:
+    async def cut(number: int, after_s: float) -> None:
+        # verify: reading certificates for each of them takes longer than the storm
+        async with httpx.AsyncClient(base_url=live.url, timeout=30, verify=False) as client:
             body = {**LONG, "stream": number % 2 == 0, "n": 1 + number % 3}
             try:
                 async with (
-                    asyncio.timeout(0.05 + 0.02 * number),
+                    asyncio.timeout(after_s),
                     client.stream("POST", "/v1/completions", json=body) as r,
                 ):
                     async for _ in r.aiter_lines():
@@ -135,7 +148,7 @@ def test_disconnect_of_fifty_streams_leaves_nothing(live: Live) -> None:
                 pass
 
     async def storm() -> None:
-        await asyncio.gather(*(cut(number) for number in range(50)))
+        await asyncio.gather(*(cut(number, after_s) for number, after_s in enumerate(cut_after_s)))
 
     tasks = _num_tasks(live)
     asyncio.run(storm())
