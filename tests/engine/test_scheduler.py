@@ -8,7 +8,7 @@ import pytest
 
 from engine.fake_runner import MAX_CONTEXT, expected_output, make_engine, make_request, text_of
 from treedraft.config import EngineConfig, SpeculativeConfig
-from treedraft.engine.scheduler import Scheduler
+from treedraft.engine.scheduler import MIN_SHARED, Scheduler
 from treedraft.errors import ConfigError, InvariantError, RequestError
 from treedraft.kv.prefix import PrefixCache
 from treedraft.types import StepResult
@@ -35,6 +35,7 @@ class Trace:
         self.max_pending = options.get("max_pending", 0)
         self.engine, self.runner = make_engine(seed=seed, **options)
         self.scheduler = self.engine.scheduler
+        self.scheduler.min_shared = 1 if seed % 2 else MIN_SHARED
         self.requests, self.texts = [], []
         self.first, self.first_state, self.num_idle_steps = None, None, 0
 
@@ -167,6 +168,62 @@ def test_schedule_pool_too_small_for_a_tree_shrinks_it_and_the_request_finishes(
     for _ in range(100):
         engine.step()
     assert len(long.output_token_ids) == 25 and runner.counts["shrunk"] > 0
+
+
+def prefills_by_step(engine, runner):
+    """Run to the end; the (request id, first token, number of tokens) that each step prefilled."""
+    steps, launch = [], runner.launch
+
+    def watched(plan):
+        steps.append([(row.request_id, row.start, len(row.token_ids)) for row in plan.prefills])
+        return launch(plan)
+
+    runner.launch = watched
+    while not engine.is_idle:
+        engine.step()
+        engine.scheduler.check_integrity()
+    return steps
+
+
+def twins(min_shared=6, **options):
+    """Three requests of one prompt, one that shares 9 tokens with them, and one of its own."""
+    engine, runner = make_engine(num_pages=90, seed=1, speculative=TREE, max_batch=5, **options)
+    engine.scheduler.min_shared = min_shared
+    prompt = list(range(1, 21))
+    prompts = [prompt, prompt, [*prompt[:9], 70, 71, 72], prompt, [80, 81, 82]]
+    requests = [make_request(i, each, 10) for i, each in enumerate(prompts)]
+    for request in requests:
+        engine.scheduler.add(request)
+    return engine, runner, requests
+
+
+def test_schedule_same_prompts_in_one_step_are_computed_once():
+    engine, runner, requests = twins()
+    steps = prefills_by_step(engine, runner)
+    assert steps[:2] == [[(0, 0, 20)], [(1, 18, 2), (2, 6, 6), (3, 18, 2), (4, 0, 3)]]
+    assert all(r.output_token_ids == expected_output(r) for r in requests)
+
+
+def test_schedule_same_prompts_in_chunks_wait_for_the_last_of_them():
+    engine, runner, requests = twins(chunked_prefill=8)
+    steps = prefills_by_step(engine, runner)
+    assert steps[:4] == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 4)], [(1, 18, 2), (2, 6, 6)]]
+    assert all(r.output_token_ids == expected_output(r) for r in requests)
+
+
+def test_schedule_few_shared_tokens_or_no_cache_are_not_waited_for():
+    for options in ({"min_shared": MIN_SHARED}, {"prefix_cache": False}):
+        engine, runner, _ = twins(**options)
+        assert [row[0] for row in prefills_by_step(engine, runner)[0]] == [0, 1, 2, 3, 4]
+
+
+def test_schedule_twin_of_an_aborted_request_goes_on_by_itself():
+    engine, runner, requests = twins(chunked_prefill=8)
+    engine.step()
+    engine.scheduler.abort(0)
+    steps = prefills_by_step(engine, runner)
+    assert steps[0] == [(1, 0, 8)]
+    assert all(r.output_token_ids == expected_output(r) for r in requests[1:])
 
 
 def test_check_fits_request_larger_than_the_pool_names_pages():
