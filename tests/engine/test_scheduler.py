@@ -226,6 +226,24 @@ def test_schedule_twin_of_an_aborted_request_goes_on_by_itself():
     assert all(r.output_token_ids == expected_output(r) for r in requests[1:])
 
 
+def test_schedule_nobody_waits_for_a_less_urgent_twin_or_one_that_was_read():
+    engine, runner, requests = twins(chunked_prefill=8)
+    for request in requests[1:]:
+        engine.scheduler.abort(request.request_id)
+    requests[0].priority = 1
+    engine.step()
+    urgent = make_request(9, list(range(1, 21)), 10)
+    engine.scheduler.add(urgent)
+    assert [row[0] for row in prefills_by_step(engine, runner)[0]] == [9]
+    engine, _, requests = twins(min_shared=1)
+    for request in requests[1:]:
+        engine.scheduler.abort(request.request_id)
+    engine.step()
+    engine.scheduler.add(late := make_request(9, list(range(1, 21)), 10))
+    engine.step()
+    assert late.slot >= 0 and not requests[0].is_finished
+
+
 def test_check_fits_request_larger_than_the_pool_names_pages():
     engine, _ = make_engine(num_pages=10, seed=0, speculative=TREE)
     with pytest.raises(RequestError, match="need 20 pages of 3 tokens, the whole pool has 10"):

@@ -69,7 +69,9 @@ def hostile_stream() -> list[Chunk]:
 
 @pytest.fixture(scope="module")
 def server(tree64) -> Iterator[ExplorerServer]:
-    served = ExplorerServer({STORY: recorded_stream(tree64, STORY), "hostile": hostile_stream()})
+    served = ExplorerServer(
+        {STORY: recorded_stream(tree64, STORY), "hostile": hostile_stream(), "cut": [("plain", None)]}, cut="cut"
+    )
     with serving(served.app()) as url:
         served.url = url
         yield served
@@ -201,6 +203,12 @@ def test_refused_request_is_shown_and_the_next_one_works(page) -> None:
     assert page.locator(".token").count() > 3
     page.click("#clear")
     assert page.locator(".token, .turn, #chart .bar, #tree svg").count() == 0
+
+
+def test_stream_that_breaks_off_is_said(page) -> None:
+    ask(page, "cut")
+    assert page.inner_text(".turn.error").endswith("the stream broke off")
+    assert page.inner_text(".token") == "plain"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
