@@ -23,8 +23,9 @@ Chunk = tuple[str, dict[str, Any] | None]  # text, the treedraft field
 class ExplorerServer:
     """Answers every prompt with `streams[prompt]`, or with an error in OpenAI's form; keeps the bodies it got."""
 
-    def __init__(self, streams: dict[str, list[Chunk]]):
-        self.streams = streams
+    def __init__(self, streams: dict[str, list[Chunk]], cut: str = ""):
+        """cut: the prompt whose stream ends without usage and [DONE]."""
+        self.streams, self.cut = streams, cut
         self.bodies: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
         self.url = ""
@@ -47,9 +48,11 @@ class ExplorerServer:
         prompt = body["messages"][-1]["content"] if is_chat else body["prompt"]
         if prompt not in self.streams:
             return JSONResponse({"error": {"message": f"no such prompt: {prompt}"}}, status_code=400)
-        return StreamingResponse(self._events(self.streams[prompt], is_chat), media_type="text/event-stream")
+        return StreamingResponse(
+            self._events(self.streams[prompt], is_chat, prompt == self.cut), media_type="text/event-stream"
+        )
 
-    def _events(self, chunks: list[Chunk], is_chat: bool) -> Iterator[bytes]:
+    def _events(self, chunks: list[Chunk], is_chat: bool, is_cut: bool) -> Iterator[bytes]:
         for text, extension in chunks:
             choice = {"index": 0, "delta": {"content": text}} if is_chat else {"index": 0, "text": text}
             data = {"choices": [choice]} | ({"treedraft": extension} if extension is not None else {})
@@ -57,6 +60,8 @@ class ExplorerServer:
             yield raw[:20]  # a network may cut anywhere, inside a character too
             yield raw[20:-5]
             yield raw[-5:]
+        if is_cut:
+            return
         num_tokens = sum(len(extension["depths"]) for _, extension in chunks if extension)
         yield f"data: {json.dumps({'choices': [], 'usage': {'completion_tokens': num_tokens}})}\n\n".encode()
         yield b"data: [DONE]\n\n"

@@ -13,7 +13,7 @@ import httpx
 from openai import OpenAI
 
 from treedraft import LLM
-from treedraft.server.async_engine import AsyncEngine
+from treedraft.server.async_engine import STEP_TIMEOUT_S, AsyncEngine
 from treedraft.server.serve import make_server
 from treedraft.server.service import ServerSettings, Service
 
@@ -38,9 +38,18 @@ class Live:
 
 
 @contextmanager
-def live_server(llm: LLM, max_waiting: int = 256, **settings: Any) -> Iterator[Live]:
+def live_server(
+    llm: LLM, max_waiting: int = 256, step_timeout_s: float = STEP_TIMEOUT_S, **settings: Any
+) -> Iterator[Live]:
     """Serve `llm` on a free port until the block ends."""
-    server = make_server(llm, ServerSettings(**settings), port=0, max_waiting=max_waiting, log_level="critical")
+    server = make_server(
+        llm,
+        ServerSettings(**settings),
+        port=0,
+        max_waiting=max_waiting,
+        log_level="critical",
+        step_timeout_s=step_timeout_s,
+    )
     runner = llm.engine.runner
     thread = Thread(target=server.run, daemon=True)
     thread.start()

@@ -169,7 +169,7 @@ def test_walk_random_trees(num_nodes: int) -> None:
             expected, expected_nan = TORCH.walk(tree, sampled, max_path, has_nan)
             given, nan = TRITON.walk(tree, sampled, max_path, has_nan)
             assert same(nan.int(), expected_nan.int())
-            for name in ("num_accepted", "columns", "token_ids"):
+            for name in ("num_accepted", "columns", "token_ids", "ranks"):
                 assert same(getattr(given, name), getattr(expected, name)), name
 
 
@@ -336,7 +336,9 @@ def test_advance_and_keep_hidden(is_void: bool) -> None:
     slots = torch.tensor([2, 0, 5], device=DEVICE)
     tokens = torch.randint(40, (3, 4), generator=g).to(DEVICE)
     tokens[1, 1] = tokens[1, 0]  # one token twice
-    accepted = Accepted(torch.tensor([2, 1, 0], device=DEVICE), torch.zeros_like(tokens), tokens)
+    accepted = Accepted(
+        torch.tensor([2, 1, 0], device=DEVICE), torch.zeros_like(tokens), tokens, torch.zeros_like(tokens)
+    )
     tokens[1, 2:], tokens[2, 1:], tokens[0, 3:] = -1, -1, -1
     overflow = torch.tensor([0, 0, 0, 0, 0, 0, 9 * is_void], device=DEVICE)
     kv_lens, roots = torch.tensor([10, 20, 30], device=DEVICE), torch.tensor([1, 2, 3], device=DEVICE)

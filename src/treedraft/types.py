@@ -253,6 +253,7 @@ class RowResult:
     logprobs: tuple[float, ...] | None  # of each token, raw target distribution
     top_logprobs: tuple[dict[int, float], ...] | None
     shape: int = 0  # of a round's tree: index into config.offered_shapes
+    ranks: tuple[int, ...] = ()  # of each accepted draft among its parent's children, in draft order from 0
     accepted_by_shape: tuple[int, ...] = ()  # drafts that a tree of each offered shape would have had accepted here
 
 
@@ -374,3 +375,4 @@ class Accepted:
     num_accepted: Tensor  # [B] int64, 0..P-1; the bonus token is not counted
     columns: Tensor  # [B, P] int64: tree columns of the path, root first; beyond num_accepted: the column's own index
     token_ids: Tensor  # [B, P] int64: accepted tokens, then the bonus token at column num_accepted; beyond it -1
+    ranks: Tensor  # [B, P] int64: which of its parent's children, in draft order from 0; root and beyond the path: 0

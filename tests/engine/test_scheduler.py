@@ -1,13 +1,14 @@
 """Random traces of arrivals, aborts and NaNs against a fake runner that checks ownership at every step."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from engine.fake_runner import MAX_CONTEXT, expected_output, make_engine, make_request, text_of
 from treedraft.config import EngineConfig, SpeculativeConfig
-from treedraft.engine.scheduler import Scheduler
+from treedraft.engine.scheduler import MIN_SHARED, Scheduler
 from treedraft.errors import ConfigError, InvariantError, RequestError
 from treedraft.kv.prefix import PrefixCache
 from treedraft.types import StepResult
@@ -34,6 +35,7 @@ class Trace:
         self.max_pending = options.get("max_pending", 0)
         self.engine, self.runner = make_engine(seed=seed, **options)
         self.scheduler = self.engine.scheduler
+        self.scheduler.min_shared = 1 if seed % 2 else MIN_SHARED
         self.requests, self.texts = [], []
         self.first, self.first_state, self.num_idle_steps = None, None, 0
 
@@ -55,18 +57,25 @@ class Trace:
         self.requests.append(request)
 
     def step(self):
+        first_before = self._first_in_rank()
         self.engine.step()
         self.scheduler.check_integrity()
         kv = self.scheduler.kv
         for request in self.scheduler.running:
             assert tuple(self.runner.tables[request.slot]) == kv.owned(request.slot), "the table mirrors the owner"
-        self._check_progress()
+        self._check_progress(first_before)
 
-    def _check_progress(self):
-        """The first in rank never stands still for longer than it takes to read what is in flight."""
-        first = min(self.scheduler.by_id.values(), key=lambda r: r.rank(), default=None)
+    def _first_in_rank(self):
+        return min(self.scheduler.by_id.values(), key=lambda r: r.rank(), default=None)
+
+    def _check_progress(self, first_before):
+        """The first in rank never stands still for longer than it takes to read what is in flight.
+
+        first_before: the first before the step. A more urgent one may come, take its place, and end in a single step.
+        """
+        first = self._first_in_rank()
         state = None if first is None else (first.num_known, first.kv_len, first.pending)
-        is_still = first is not None and first is self.first and state == self.first_state
+        is_still = first is not None and first is first_before is self.first and state == self.first_state
         self.num_idle_steps = self.num_idle_steps + 1 if is_still else 0
         self.first, self.first_state = first, state
         assert self.num_idle_steps <= self.max_pending + 2, "the first in rank starves"
@@ -93,6 +102,18 @@ class Trace:
             else:
                 assert request.output_token_ids == want
         return self
+
+    def counts(self):
+        scheduler = self.scheduler
+        return Counter(
+            {
+                "requests": len(self.requests),
+                "aborts": sum(r.finish_reason == "abort" for r in self.requests),
+                "preemptions": scheduler.num_preemptions,
+                "prompt tokens": scheduler.num_prompt_tokens,
+                "cached tokens": scheduler.num_cached_tokens,
+            }
+        )
 
 
 @pytest.mark.parametrize("max_pending", [0, 1, 2])
@@ -121,10 +142,15 @@ def test_engine_random_traces_end_every_request_with_its_own_text(max_pending, s
 @pytest.mark.parametrize("max_pending", [0, 1])
 @pytest.mark.parametrize("speculative", SHAPES[:2], ids=["no tree", "tree"])
 def test_engine_a_hundred_thousand_steps(max_pending, speculative):
+    """25,000 in each of the four. `-s` prints the counts that benchmarks/notes.md quotes."""
+    total = Counter()
     for seed, page_size in enumerate([1, 2, 3, 16, 64]):
         num_pages = max(2, 150 // page_size)
         options = {"num_pages": num_pages, "page_size": page_size, "chunked_prefill": [1, 7, 64, 16, 4096][seed]}
-        Trace(seed, speculative=speculative, max_pending=max_pending, **options).run(5000)
+        trace = Trace(seed, speculative=speculative, max_pending=max_pending, **options).run(5000)
+        total += trace.counts()
+    print(dict(total))
+    assert total["aborts"] and total["preemptions"] and total["cached tokens"]
 
 
 def test_schedule_pool_too_small_for_a_tree_shrinks_it_and_the_request_finishes():
@@ -142,6 +168,80 @@ def test_schedule_pool_too_small_for_a_tree_shrinks_it_and_the_request_finishes(
     for _ in range(100):
         engine.step()
     assert len(long.output_token_ids) == 25 and runner.counts["shrunk"] > 0
+
+
+def prefills_by_step(engine, runner):
+    """Run to the end; the (request id, first token, number of tokens) that each step prefilled."""
+    steps, launch = [], runner.launch
+
+    def watched(plan):
+        steps.append([(row.request_id, row.start, len(row.token_ids)) for row in plan.prefills])
+        return launch(plan)
+
+    runner.launch = watched
+    while not engine.is_idle:
+        engine.step()
+        engine.scheduler.check_integrity()
+    return steps
+
+
+def twins(min_shared=6, **options):
+    """Three requests of one prompt, one that shares 9 tokens with them, and one of its own."""
+    engine, runner = make_engine(num_pages=90, seed=1, speculative=TREE, max_batch=5, **options)
+    engine.scheduler.min_shared = min_shared
+    prompt = list(range(1, 21))
+    prompts = [prompt, prompt, [*prompt[:9], 70, 71, 72], prompt, [80, 81, 82]]
+    requests = [make_request(i, each, 10) for i, each in enumerate(prompts)]
+    for request in requests:
+        engine.scheduler.add(request)
+    return engine, runner, requests
+
+
+def test_schedule_same_prompts_in_one_step_are_computed_once():
+    engine, runner, requests = twins()
+    steps = prefills_by_step(engine, runner)
+    assert steps[:2] == [[(0, 0, 20)], [(1, 18, 2), (2, 6, 6), (3, 18, 2), (4, 0, 3)]]
+    assert all(r.output_token_ids == expected_output(r) for r in requests)
+
+
+def test_schedule_same_prompts_in_chunks_wait_for_the_last_of_them():
+    engine, runner, requests = twins(chunked_prefill=8)
+    steps = prefills_by_step(engine, runner)
+    assert steps[:4] == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 4)], [(1, 18, 2), (2, 6, 6)]]
+    assert all(r.output_token_ids == expected_output(r) for r in requests)
+
+
+def test_schedule_few_shared_tokens_or_no_cache_are_not_waited_for():
+    for options in ({"min_shared": MIN_SHARED}, {"prefix_cache": False}):
+        engine, runner, _ = twins(**options)
+        assert [row[0] for row in prefills_by_step(engine, runner)[0]] == [0, 1, 2, 3, 4]
+
+
+def test_schedule_twin_of_an_aborted_request_goes_on_by_itself():
+    engine, runner, requests = twins(chunked_prefill=8)
+    engine.step()
+    engine.scheduler.abort(0)
+    steps = prefills_by_step(engine, runner)
+    assert steps[0] == [(1, 0, 8)]
+    assert all(r.output_token_ids == expected_output(r) for r in requests[1:])
+
+
+def test_schedule_nobody_waits_for_a_less_urgent_twin_or_one_that_was_read():
+    engine, runner, requests = twins(chunked_prefill=8)
+    for request in requests[1:]:
+        engine.scheduler.abort(request.request_id)
+    requests[0].priority = 1
+    engine.step()
+    urgent = make_request(9, list(range(1, 21)), 10)
+    engine.scheduler.add(urgent)
+    assert [row[0] for row in prefills_by_step(engine, runner)[0]] == [9]
+    engine, _, requests = twins(min_shared=1)
+    for request in requests[1:]:
+        engine.scheduler.abort(request.request_id)
+    engine.step()
+    engine.scheduler.add(late := make_request(9, list(range(1, 21)), 10))
+    engine.step()
+    assert late.slot >= 0 and not requests[0].is_finished
 
 
 def test_check_fits_request_larger_than_the_pool_names_pages():

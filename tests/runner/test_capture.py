@@ -5,6 +5,7 @@ import torch
 
 from treedraft import LLM, ConfigError, SamplingParams, SpeculativeConfig
 from treedraft.debug.trace import recording
+from treedraft.runner import capture
 
 STAGES = {
     "greedy": SamplingParams(temperature=0),
@@ -78,6 +79,23 @@ def test_capture_auto_records_only_what_occurs_often(demo_prompts):
     assert not captured._records and captured.record_after > 10
     llm.generate(demo_prompts[0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), progress=False)
     assert set(captured._records) == {(1, frozenset())}
+
+
+def test_capture_keeps_a_bounded_number_of_records_the_latest_ones(demo_prompts, monkeypatch):
+    monkeypatch.setattr(capture, "MAX_RECORDS", 2)
+    monkeypatch.setattr(capture, "UNUSED_ROUNDS", 60)
+    llm = make("on", (1, 2, 3))
+    kept_by_torch = len(torch.jit._state._python_cu.get_functions())
+    texts, records = [], []
+    for number in (1, 2, 1, 3, 1, 3):  # batch sizes
+        params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * number
+        texts.append([o.outputs[0].text for o in llm.generate(demo_prompts[:number], params, progress=False)])
+        assert len(llm.runner.captured._records) <= 2
+        records.append({size for size, _ in llm.runner.captured._records})
+    assert records[:4] == [{1}, {1, 2}, {1, 2}, {1, 2}], "3 has no place while 2 may still be in use"
+    assert records[4:] == [{1, 2}, {1, 3}]
+    assert texts[0] == texts[2] == texts[4] == texts[3][:1] and texts[3] == texts[5]
+    assert len(torch.jit._state._python_cu.get_functions()) == kept_by_torch, "dropped records must be freed"
 
 
 def test_capture_unknown_mode_is_refused():

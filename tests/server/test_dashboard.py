@@ -16,6 +16,7 @@ SINGLES = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_hits_total"),
     *("prefix_cache_queries_total", "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total"),
     *("spec_decode_num_accepted_tokens_per_pos_total", "spec_decode_num_drafts_total"),
+    "spec_decode_num_accepted_tokens_per_rank_total",
 }
 
 
@@ -34,7 +35,13 @@ def test_dashboard_names_every_metric_and_only_those() -> None:
     assert named - of_histograms == SINGLES
     words = {word for expr in expressions() for word in re.findall(r"[a-z_]{4,}", re.sub(r"treedraft:\w+", "", expr))}
     functions = {"rate", "histogram_quantile", "ignoring", "group_left"}
-    assert words <= functions | {"position", "instance", "__rate_interval", "_interval"}  # no metric without the prefix
+    assert words <= functions | {
+        "position",
+        "rank",
+        "instance",
+        "__rate_interval",
+        "_interval",
+    }  # no metric without the prefix
 
 
 def test_dashboard_uses_counters_as_rates_and_histograms_by_their_buckets() -> None:

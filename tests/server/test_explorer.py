@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from browser import ask, chromium, contrast, opened_page, told
 from explorer_server import Chunk, ExplorerServer, serving
 from fake_llm import make_round
 from treedraft.debug.trace import Recorder, live_rounds
@@ -17,9 +16,7 @@ from treedraft.server.pages import explorer_html
 from treedraft.server.pages.rounds import chunk_as_json
 from treedraft.types import SamplingParams
 
-ROOT = Path(__file__).parents[2]
 STORY = "Once upon a time there was a little"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def recorded_stream(llm, prompt: str) -> list[Chunk]:
@@ -72,7 +69,9 @@ def hostile_stream() -> list[Chunk]:
 
 @pytest.fixture(scope="module")
 def server(tree64) -> Iterator[ExplorerServer]:
-    served = ExplorerServer({STORY: recorded_stream(tree64, STORY), "hostile": hostile_stream()})
+    served = ExplorerServer(
+        {STORY: recorded_stream(tree64, STORY), "hostile": hostile_stream(), "cut": [("plain", None)]}, cut="cut"
+    )
     with serving(served.app()) as url:
         served.url = url
         yield served
@@ -80,39 +79,14 @@ def server(tree64) -> Iterator[ExplorerServer]:
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
-    with playwright.sync_playwright() as running:
-        launched = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture
 def page(browser, server: ExplorerServer):
-    opened = browser.new_page(viewport={"width": 1360, "height": 880}, color_scheme="light")
-    opened.set_default_timeout(20_000)
-    problems: list[str] = []
-    opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.on("console", lambda m: problems.append(m.text) if m.type == "error" and "400" not in m.text else None)
-    opened.on("dialog", lambda dialog: problems.append("a dialog: markup of the model ran"))
-    opened.goto(server.url)
-    yield opened
-    opened.close()
-    assert problems == []
-
-
-def ask(page, prompt: str) -> None:
-    page.fill("#prompt", prompt)
-    page.press("#prompt", "Enter")
-    page.wait_for_function("document.getElementById('stop').disabled && document.querySelector('.turn.model')")
-
-
-def told(page) -> list[tuple[str, int, int]]:
-    """Text, depth and round of every token on the page."""
-    code = "all => all.map(t => [t.textContent, +t.dataset.depth, +t.dataset.round])"
-    return [tuple(token) for token in page.eval_on_selector_all(".token", code)]
+    with opened_page(browser, server.url, expected_errors=("400",)) as opened:
+        yield opened
 
 
 def test_page_needs_nothing_from_elsewhere() -> None:
@@ -231,19 +205,10 @@ def test_refused_request_is_shown_and_the_next_one_works(page) -> None:
     assert page.locator(".token, .turn, #chart .bar, #tree svg").count() == 0
 
 
-def contrast(page, selector: str) -> float:
-    """WCAG contrast of an element's text against its own or its card's background."""
-    return page.eval_on_selector(
-        selector,
-        """e => {
-          const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(Number).map(v => v / 255)
-              .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-            return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-          const behind = e => { const c = getComputedStyle(e).backgroundColor;
-            return c === 'rgba(0, 0, 0, 0)' ? behind(e.parentElement) : c; };
-          const [a, b] = [light(getComputedStyle(e).color), light(behind(e))].sort((x, y) => y - x);
-          return (a + 0.05) / (b + 0.05); }""",
-    )
+def test_stream_that_breaks_off_is_said(page) -> None:
+    ask(page, "cut")
+    assert page.inner_text(".turn.error").endswith("the stream broke off")
+    assert page.inner_text(".token") == "plain"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -265,23 +230,3 @@ def test_theme_button_switches_and_is_remembered(page) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.reload()
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-
-
-def test_screenshot_for_the_readme(page, server: ExplorerServer, tmp_path: Path, pytestconfig) -> None:
-    """`pytest tests/server/test_explorer.py --screenshot docs/explorer.png` writes the README's."""
-    ask(page, STORY)
-    rounds = [round for _, extension in server.streams[STORY] for round in extension["rounds"]]
-    number = max(range(len(rounds)), key=lambda i: len(rounds[i]["accepted"]))
-    page.locator(f'.token[data-round="{number}"]').first.click()
-    file = Path(pytestconfig.getoption("screenshot") or tmp_path / "explorer.png")
-    page.mouse.move(0, 0)
-    # A replay's speed is no model's: it has no place in a picture.
-    page.evaluate(
-        "const s = document.getElementById('status'); s.textContent = s.textContent.replace(/ · \\d+ tokens\\/s/, '')"
-    )
-    assert "tokens/s" not in page.inner_text("#status")
-    page.screenshot(path=file)
-    assert file.stat().st_size < 300_000
-    kept = (ROOT / "docs" / "explorer.png").read_bytes()
-    assert kept[:8] == b"\x89PNG\r\n\x1a\n" and len(kept) < 300_000
-    assert kept[16:24] == file.read_bytes()[16:24]  # width and height: the kept one is of this page

@@ -70,7 +70,10 @@ def test_metrics_count_what_was_done(live: Live) -> None:
     after = scrape(live)
 
     def gained(name: str) -> float:
-        return after[f"treedraft:{name}"] - before.get(f"treedraft:{name}", 0)
+        return after.get(f"treedraft:{name}", 0) - before.get(f"treedraft:{name}", 0)
+
+    def gained_rank(depth: int, rank: int) -> float:
+        return gained(f'spec_decode_num_accepted_tokens_per_rank_total{{position="{depth}",rank="{rank}"}}')
 
     rounds, metrics = gained("spec_decode_num_drafts_total"), answer.metrics
     assert rounds == metrics["rounds"] == gained("spec_tree_size_count") == gained("spec_accept_length_count")
@@ -83,10 +86,20 @@ def test_metrics_count_what_was_done(live: Live) -> None:
     assert gained("spec_decode_num_accepted_tokens_total") == sum(
         gained(f'spec_decode_num_accepted_tokens_per_pos_total{{position="{d}"}}') for d in range(5)
     )
+    for depth in range(5):
+        assert gained(f'spec_decode_num_accepted_tokens_per_pos_total{{position="{depth}"}}') == sum(
+            gained_rank(depth, rank) for rank in range(4)
+        )
+    assert gained_rank(0, 0) > gained_rank(0, 1) > 0, "the first choice, and what only a tree has"
     assert gained("spec_accept_length_sum") >= 58  # the last rounds' tokens beyond max_tokens are counted too
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert after[f"treedraft:{name}"] == 0
     assert gained("prefix_cache_queries_total") == 2 * answer.usage.prompt_tokens
+
+
+def test_metrics_say_which_fixes_are_reverted(live: Live) -> None:
+    info = live.http.get("/server_info").json()
+    assert f'reverted_fixes_info{{digest="{info["revert_digest"]}",ids=""}} 1.0' in live.http.get("/metrics").text
 
 
 def test_metrics_have_what_the_dashboard_shows(live: Live) -> None:

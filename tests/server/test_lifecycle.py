@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import httpx
@@ -118,14 +120,26 @@ def test_abort_by_the_clients_own_id_ends_one_that_waits(live: Live) -> None:
 
 
 def test_disconnect_of_fifty_streams_leaves_nothing(live: Live) -> None:
+    check_storm(live, [0.05 + 0.02 * number for number in range(50)])
+
+
+@pytest.mark.slow
+def test_disconnect_of_five_hundred_streams_leaves_nothing(served_llm: LLM) -> None:
+    rng = random.Random(0)
+    with live_server(served_llm, max_waiting=2000) as live:
+        check_storm(live, [rng.uniform(0.01, 30) for _ in range(500)])
+
+
+def check_storm(live: Live, cut_after_s: list[float]) -> None:
     """Cut before, between and after chunks; half of them are no streams at all."""
 
-    async def cut(number: int) -> None:
-        async with httpx.AsyncClient(base_url=live.url, timeout=30) as client:
+    async def cut(number: int, after_s: float) -> None:
+        # verify: reading certificates for each of them takes longer than the storm
+        async with httpx.AsyncClient(base_url=live.url, timeout=30, verify=False) as client:
             body = {**LONG, "stream": number % 2 == 0, "n": 1 + number % 3}
             try:
                 async with (
-                    asyncio.timeout(0.05 + 0.02 * number),
+                    asyncio.timeout(after_s),
                     client.stream("POST", "/v1/completions", json=body) as r,
                 ):
                     async for _ in r.aiter_lines():
@@ -134,7 +148,7 @@ def test_disconnect_of_fifty_streams_leaves_nothing(live: Live) -> None:
                 pass
 
     async def storm() -> None:
-        await asyncio.gather(*(cut(number) for number in range(50)))
+        await asyncio.gather(*(cut(number, after_s) for number, after_s in enumerate(cut_after_s)))
 
     tasks = _num_tasks(live)
     asyncio.run(storm())
@@ -182,6 +196,57 @@ def test_dead_engine_ends_requests_with_an_error_and_fails_health(served_llm: LL
         assert live.engine.num_unfinished == 0
 
 
+def test_hanging_step_ends_requests_with_an_error_and_fails_health(served_llm: LLM, caplog: Any) -> None:
+    """A step that blocks; once it goes on after all, nothing comes of it, and the thread ends."""
+    release, launch = Event(), served_llm.engine.runner.launch
+
+    def hang(plan: Any) -> Any:
+        if len(plan.decodes) == 4:
+            assert release.wait(60)
+        return launch(plan)
+
+    served_llm.engine.runner.launch = hang  # type: ignore[method-assign]
+    try:
+        with live_server(served_llm, step_timeout_s=0.5) as live, ThreadPoolExecutor(8) as pool:
+            streams = start_streams(live, pool, 6)
+            waiting = pool.submit(live.http.post, "/v1/completions", json=LONG)
+            for client, response in streams:
+                text = response.read().decode()
+                assert "a step did not end within 0.5 s" in text and text.endswith("data: [DONE]\n\n")
+                client.close()
+            assert waiting.result().status_code in (500, 503)  # it may have come too late
+            assert live.http.get("/health").status_code == live.http.get("/ready").status_code == 503
+            late = live.http.post("/v1/completions", json=LONG)
+            assert late.status_code == 503 and "a step did not end" in late.json()["error"]["message"]
+            assert "engine_alive 0.0" in live.http.get("/metrics").text and "in hang" in caplog.text
+            assert not live.engine.num_unfinished and live.engine._thread is not None
+            release.set()
+            live.engine._thread.join(10)
+            assert not live.engine._thread.is_alive() and "a step did not end" in str(live.engine.error)
+    finally:
+        release.set()
+        served_llm.engine.runner.launch = launch  # type: ignore[method-assign]
+
+
+def test_slow_steps_and_an_idle_engine_do_not_count_as_hanging(served_llm: LLM) -> None:
+    launch = served_llm.engine.runner.launch
+
+    def slow(plan: Any) -> Any:
+        time.sleep(0.15)
+        return launch(plan)
+
+    served_llm.engine.runner.launch = slow  # type: ignore[method-assign]
+    try:
+        with live_server(served_llm, step_timeout_s=0.4) as live:
+            body = {**LONG, "max_tokens": 6, "speculative": {"enabled": False}}
+            for pause_s in (0.8, 0):
+                assert live.http.post("/v1/completions", json=body).status_code == 200
+                time.sleep(pause_s)
+            assert live.http.get("/health").status_code == 200
+    finally:
+        served_llm.engine.runner.launch = launch  # type: ignore[method-assign]
+
+
 # ------------------------------------------------------------------ the server's end
 
 
@@ -208,6 +273,35 @@ def test_sigterm_under_load_finishes_what_runs_and_refuses_what_is_new() -> None
                     assert answer.result().status_code == 200
                     text = answer.result().text
                     assert '"length"' in text and (number % 2 or text.endswith("data: [DONE]\n\n"))
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+HANGING_SERVER = """
+import threading
+from treedraft import LLM
+from treedraft.server.serve import make_server, run
+from treedraft.server.service import ServerSettings
+
+llm = LLM("demo", device="cpu", max_batch=2, max_context=256)
+launch = llm.engine.runner.launch
+llm.engine.runner.launch = lambda plan: threading.Event().wait() if plan.decodes else launch(plan)
+run(make_server(llm, ServerSettings(), port=0, step_timeout_s=2))
+"""
+
+
+def test_sigterm_while_a_step_hangs_ends_requests_and_the_process() -> None:
+    command, environment = [sys.executable, "-c", HANGING_SERVER], {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        try:
+            url = next(m[1] for line in process.stderr if (m := re.search(r"running on (http://\S+)", line)))
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "Once"}, timeout=30)
+                _wait_for_arrival(url, 1)
+                process.send_signal(signal.SIGTERM)
+                assert answer.result().status_code == 500 and "a step did not end" in answer.result().text
             assert process.wait(20) == 0
         finally:
             process.kill()

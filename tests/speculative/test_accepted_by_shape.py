@@ -95,6 +95,6 @@ def test_tree_of_its_root_alone_accepts_nothing_for_every_shape():
 
     zeros = torch.zeros(2, 1, dtype=torch.int64)
     tree = DraftTree(zeros, zeros - 1, zeros, zeros[..., None] + 1, zeros.float())
-    accepted = Accepted(zeros[:, 0], zeros, zeros)
+    accepted = Accepted(zeros[:, 0], zeros, zeros, zeros)
     limits = torch.tensor([(3, 8), (1, 2), (0, 1)]).t()
     assert accepted_by_shape(tree, accepted, limits).tolist() == [[0, 0, 0]] * 2

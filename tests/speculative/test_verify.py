@@ -25,6 +25,14 @@ def walk_oracle(
     return path, [sampled[n] for n in path]
 
 
+def ranks_oracle(parents: list[int], path: list[int]) -> list[int]:
+    ranks = [0]
+    for node in path[1:]:
+        siblings = [n for n, parent in enumerate(parents) if parent == parents[node]]
+        ranks.append(siblings.index(node))
+    return ranks
+
+
 def assert_walks_like_oracle(draft: DraftTree, sampled: torch.Tensor, max_path: int) -> list[int]:
     accepted = walk(draft, sampled, max_path)
     lengths = []
@@ -36,6 +44,7 @@ def assert_walks_like_oracle(draft: DraftTree, sampled: torch.Tensor, max_path: 
         assert accepted.num_accepted[b] == len(path) - 1
         assert accepted.columns[b].tolist() == path + rest
         assert accepted.token_ids[b].tolist() == tokens + [-1] * len(rest)
+        assert accepted.ranks[b].tolist() == ranks_oracle(draft.parents[b].tolist(), path) + [0] * len(rest)
         lengths.append(len(path))
     return lengths
 
@@ -72,6 +81,7 @@ def test_walk_accepted_child_is_not_the_first_sibling_path_has_gaps() -> None:
     draft = draft_of([9, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 1, 2])
     accepted = walk(draft, torch.tensor([[2, 7, 5, 7, 7, 8]]), 4)
     assert accepted.columns.tolist() == [[0, 2, 5, 3]]
+    assert accepted.ranks.tolist() == [[0, 1, 0, 0]]
     assert accepted.token_ids.tolist() == [[2, 5, 8, -1]]
     assert accepted.num_accepted.tolist() == [2]
 

@@ -72,7 +72,7 @@ def test_commit_moves_the_accepted_columns() -> None:
     pool = LatentPool(2, 5, 4, 1, torch.float64, "cpu")
     pool.data[:] = torch.arange(20.0, dtype=torch.float64)[None, :, None]
     batch: Any = SimpleNamespace(tail_slots=torch.arange(10, 16)[None])
-    accepted = Accepted(torch.tensor([2]), torch.tensor([[0, 2, 5]]), torch.tensor([[7, 8, 9]]))
+    accepted = Accepted(torch.tensor([2]), torch.tensor([[0, 2, 5]]), torch.tensor([[7, 8, 9]]), torch.zeros(1, 3))
     nothing: Any = None
     Target(nothing, nothing, pool, ()).commit(batch, accepted)
     assert pool.data[:, 10:13, 0].tolist() == [[10, 12, 15]] * 2

@@ -69,7 +69,7 @@ def test_penalties_count_the_path() -> None:
 def test_logprobs_are_those_of_the_path() -> None:
     """The path is columns 0, 2, 3."""
     logits = torch.randn(1, 4, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    accepted = Accepted(torch.tensor([2]), torch.tensor([[0, 2, 3]]), torch.tensor([[6, 7, 1]]))
+    accepted = Accepted(torch.tensor([2]), torch.tensor([[0, 2, 3]]), torch.tensor([[6, 7, 1]]), torch.zeros(1, 3))
     result: Any = SimpleNamespace(accepted=accepted, hidden=logits)
     model: Any = SimpleNamespace(logits=lambda hidden: hidden, config=SimpleNamespace(vocab_size=V))
     own = path_logprobs(result, 1, model)[0, :, 0]

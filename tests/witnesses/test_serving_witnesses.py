@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from kv_oracle import generate_checked
 from treedraft.config import EngineConfig, SpeculativeConfig
 from treedraft.engine.request import Request
@@ -13,6 +15,7 @@ from treedraft.engine.text import TextStream
 from treedraft.kv.allocator import PageAllocator
 from treedraft.kv.manager import KVManager
 from treedraft.kv.prefix import PrefixCache
+from treedraft.runner import capture
 from treedraft.types import SamplingParams
 from witnesses.tiny_llm import GREEDY, PROMPTS, make_llm, tokens_of
 
@@ -73,3 +76,13 @@ def test_freed_tail_of_a_preempted_request() -> None:
     scheduler._preempt(request)
     assert scheduler.kv.num_owned == 0 and scheduler.kv.num_available == 38
     scheduler.check_integrity()
+
+
+def test_recorded_rounds_are_few_and_freed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(capture, "MAX_RECORDS", 1)
+    kept_by_torch = len(torch.jit._state._python_cu.get_functions())
+    llm = make_llm(tmp_path, (1, 2, 3), capture="on")
+    for count in (1, 2):
+        llm.generate(PROMPTS[:count], GREEDY, progress=False)
+    assert len(llm.runner.captured._records) == 1
+    assert len(torch.jit._state._python_cu.get_functions()) == kept_by_torch

@@ -38,6 +38,14 @@ def serve(
         float,
         typer.Option(help="Seconds after which a request is aborted.", min=0.001, rich_help_panel=_SERVER),
     ] = 600.0,
+    step_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds after which a step counts as hung: /health fails, every request ends with an error.",
+            min=0.001,
+            rich_help_panel=_SERVER,
+        ),
+    ] = 300.0,
     drain_timeout: Annotated[
         int | None,
         typer.Option(
@@ -99,4 +107,4 @@ def serve(
     speculative = None if no_speculation else tree.as_config()
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     llm = engine.load(speculative)
-    run(make_server(llm, settings, host, port, max_queue, drain_timeout, metrics_prefix, log_level))
+    run(make_server(llm, settings, host, port, max_queue, drain_timeout, metrics_prefix, log_level, step_timeout))

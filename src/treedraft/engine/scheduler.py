@@ -13,8 +13,10 @@ from treedraft.engine.request import Request
 from treedraft.engine.shapes import ShapeChooser
 from treedraft.errors import InvariantError, RequestError
 from treedraft.kv.manager import KVManager
-from treedraft.kv.prefix import CachedPage
+from treedraft.kv.prefix import LOOKAHEAD, CachedPage
 from treedraft.types import DecodeRow, PageUpdate, PrefillRow, RowResult, StepPlan, StepResult
+
+MIN_SHARED = 256  # tokens of a prompt that are worth a step's wait rather than computed twice
 
 
 class _Launched(NamedTuple):
@@ -55,6 +57,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.by_id: dict[int, Request] = {}
         self.acceptance = AcceptanceWatch()
+        self.min_shared = MIN_SHARED
         self.num_preemptions = 0
         self.num_constrained = 0  # unfinished requests with a grammar
         self.num_prompt_tokens = 0  # of all requests that were ever admitted
@@ -276,8 +279,31 @@ class Scheduler:
             has_tokens = sum(len(row.token_ids) for row in prefills) < self.chunked_prefill
             if request.pending or not has_tokens or not self._has_room(request):
                 return  # pending: tokens are on their way, which will be known then
+            if self._has_twin_ahead(request):
+                return  # what both begin with is found in the cache soon, and computed once
             self._start(self.waiting.pop(0), updates)
             self._prefill(request, prefills)
+
+    def _has_twin_ahead(self, request: Request) -> bool:
+        """Whether one of an earlier rank, admitted but not yet read, begins with many tokens that begin this one too.
+
+        It runs, so it goes on in each step, whatever becomes of the others: nobody waits for long.
+        """
+        if self.kv.cache is None:
+            return False
+        known, least = request.known_token_ids, self.min_shared + LOOKAHEAD
+        for twin in self.running:
+            if (
+                not twin.output_token_ids
+                and twin.rank() < request.rank()
+                and twin.prompt_token_ids[:least] == known[:least]
+            ):
+                least += len(self._cached(request)) * self.kv.page_size
+                return (
+                    min(len(known), len(twin.prompt_token_ids)) >= least
+                    and twin.prompt_token_ids[:least] == known[:least]
+                )
+        return False
 
     def _has_room(self, request: Request) -> bool:
         """Whether the text so far and a tree fit, with a page to spare for everyone who runs."""

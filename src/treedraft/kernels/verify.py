@@ -23,7 +23,7 @@ def walk_triton(tree: DraftTree, sampled: Tensor, max_path: int, node_has_nan: T
     """
     batch, num_nodes = sampled.shape
     num_accepted = torch.empty(batch, dtype=torch.int64, device=sampled.device)
-    columns, token_ids = torch.empty((2, batch, max_path), dtype=torch.int64, device=sampled.device).unbind()
+    columns, token_ids, ranks = torch.empty((3, batch, max_path), dtype=torch.int64, device=sampled.device).unbind()
     has_nan = torch.empty(batch, dtype=torch.bool, device=sampled.device)
     if not sampled.is_meta:
         _walk_kernel[(batch,)](
@@ -34,13 +34,14 @@ def walk_triton(tree: DraftTree, sampled: Tensor, max_path: int, node_has_nan: T
             num_accepted,
             columns,
             token_ids,
+            ranks,
             has_nan,
             num_nodes,
             max_path,
             PAD_NODES=triton.next_power_of_2(num_nodes),
             num_warps=1 if num_nodes <= 64 else 4,
         )
-    return Accepted(num_accepted, columns, token_ids), has_nan
+    return Accepted(num_accepted, columns, token_ids, ranks), has_nan
 
 
 @triton.jit
@@ -52,6 +53,7 @@ def _walk_kernel(
     num_accepted,  # [B] int64
     columns,  # [B, P] int64
     token_ids,  # [B, P] int64
+    ranks,  # [B, P] int64
     has_nan,  # [B] bool
     num_nodes,
     max_path,
@@ -70,16 +72,19 @@ def _walk_kernel(
     accepted = tl.zeros([], tl.int32)
     tl.store(columns + b * max_path, tl.zeros([], tl.int64))
     tl.store(token_ids + b * max_path, wish)
+    tl.store(ranks + b * max_path, tl.zeros([], tl.int64))
     for step in range(1, max_path):
         # The lowest of the children that carry the token.
         child = tl.min(tl.where((parent == current) & (token == wish), node, PAD_NODES), axis=0)
         is_walking = is_walking * (child < PAD_NODES).to(tl.int32)
+        rank = tl.sum(((parent == current) & (node < child)).to(tl.int32), axis=0) * is_walking
         current = tl.where(is_walking > 0, child, current)
         accepted += is_walking
         wish = tl.load(sampled + at + current)
         is_spoilt = is_spoilt | tl.load(node_has_nan + at + current).to(tl.int32)
         tl.store(columns + b * max_path + step, tl.where(is_walking > 0, current, step).to(tl.int64))
         tl.store(token_ids + b * max_path + step, tl.where(is_walking > 0, wish, -1))
+        tl.store(ranks + b * max_path + step, rank.to(tl.int64))
     tl.store(num_accepted + b, accepted.to(tl.int64))
     tl.store(has_nan + b, is_spoilt != 0)
 

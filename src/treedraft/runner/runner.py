@@ -37,7 +37,7 @@ class HostCopy:
     request_ids: tuple[int, ...]
     params: tuple[SamplingParams, ...]
     is_round: bool
-    tokens: Tensor  # [B, P + 2] int64: num_accepted, has_nan, token ids
+    tokens: Tensor  # [B, 2 P + 1] int64: num_accepted, has_nan, token ids, ranks but the root's
     overflow: Tensor  # [7] int64: the overflow record, see attention.packed.RECORD
     logprobs: Tensor | None  # [B, P, 1 + 2k] float64: own, k best values, k best ids
     copied: torch.cuda.Event | None
@@ -197,7 +197,8 @@ class Runner:
         by_shape: Tensor | None = None,
     ) -> HostCopy:
         accepted = result.accepted
-        tokens = torch.cat([accepted.num_accepted[:, None], result.has_nan.long()[:, None], accepted.token_ids], 1)
+        heads = (accepted.num_accepted[:, None], result.has_nan.long()[:, None])
+        tokens = torch.cat([*heads, accepted.token_ids, accepted.ranks[:, 1:]], 1)
         params = tuple(r.sampling for r in rows)
         num_top = max((p.logprobs for p in params if p.logprobs is not None), default=None)
         logprobs = (
@@ -252,6 +253,7 @@ def _read(part: HostCopy | Refused | Unsampled) -> tuple[list[RowResult], str | 
     results = []
     for b, values in enumerate(part.tokens.tolist()):
         num_emitted = values[0] + 1
+        first_rank = 2 + len(values) // 2
         num_top = part.params[b].logprobs
         own = top = None
         if num_top is not None and logprobs is not None:
@@ -272,6 +274,7 @@ def _read(part: HostCopy | Refused | Unsampled) -> tuple[list[RowResult], str | 
                 logprobs=own,
                 top_logprobs=top,
                 shape=part.shape,
+                ranks=tuple(values[first_rank : first_rank + values[0]]),
                 accepted_by_shape=() if by_shape is None else tuple(by_shape[b]),
             )
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from treedraft.llm import LLM
 
 logger = logging.getLogger(__name__)
+
+STEP_TIMEOUT_S = 300.0  # far beyond any step, kernels that are compiled when first used included
+WATCHED_EACH_S = 1.0
 
 
 class QueueFull(TreedraftError):
@@ -89,13 +94,15 @@ class _Live:
 class AsyncEngine:
     """Runs an LLM's engine in a thread. Every method but `_work` and what it calls belongs to the event loop.
 
-    An exception in the thread is a bug: it ends every request with an error, and `error` is set for good.
+    An exception in the thread is a bug: it ends every request with an error, and `error` is set for good. So does a
+    watchdog on the event loop when a step does not end: a thread cannot be ended from outside, but nobody waits for it.
     """
 
-    def __init__(self, llm: LLM, metrics: Metrics, max_waiting: int = 256):
-        """max_waiting: choices that may wait beside those that run."""
+    def __init__(self, llm: LLM, metrics: Metrics, max_waiting: int = 256, step_timeout_s: float = STEP_TIMEOUT_S):
+        """max_waiting: choices that may wait beside those that run. step_timeout_s: after it a step counts as hung."""
         self.llm = llm
         self.metrics = metrics
+        self.step_timeout_s = step_timeout_s
         self._log = RoundLog(llm, TokenTexts(llm.tokenizer).text)
         self.max_unfinished = llm.config.max_batch + max_waiting
         self.error: str | None = None
@@ -104,6 +111,9 @@ class AsyncEngine:
         self._live: dict[int, _Live] = {}  # by request id; popping an entry is the right to end its request
         self._outbox: list[tuple[Generation, Increment]] = []
         self._thread: Thread | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._num_works = 0  # steps and commands that the thread took up
+        self._is_busy = False  # with the latest of them; else it waits for commands
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.watch(llm.engine, self)
 
@@ -114,12 +124,18 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread = Thread(target=self._work, name="treedraft-engine", daemon=True)
         self._thread.start()
+        self._watchdog = self._loop.create_task(self._watch(), name="treedraft-watchdog")
 
     async def stop(self, timeout_s: float = 30) -> None:
-        """End the thread after its present step; requests that are not finished end with an error."""
+        """End the thread after its present step; requests that are not finished end with an error.
+
+        A hung thread is left behind: it is a daemon, which does not keep the process.
+        """
         self.is_draining = True
         self._commands.put(None)
-        if self._thread is not None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._thread is not None and self.error is None:
             await asyncio.to_thread(self._thread.join, timeout_s)
 
     @property
@@ -155,21 +171,46 @@ class AsyncEngine:
         if any(r.request_id in self._live for r in generation.requests):
             self._commands.put(partial(self._abort, generation.requests))
 
+    async def _watch(self) -> None:
+        """End every request with an error once the thread is busy with one thing for too long."""
+        nap_s = min(WATCHED_EACH_S, self.step_timeout_s / 4)
+        seen, still_s = -1, 0.0
+        while self.error is None:
+            await asyncio.sleep(nap_s)
+            # By naps, not by the clock: a process that was stopped for a while, or its machine, did not hang.
+            still_s = still_s + nap_s if self._is_busy and self._num_works == seen else 0.0
+            seen = self._num_works
+            if still_s >= self.step_timeout_s:
+                where = stack_of(self._thread)
+                logger.critical("the engine's thread hangs; every request ends with an error. It is here:\n%s", where)
+                self._die(f"a step did not end within {self.step_timeout_s:g} s (--step-timeout)")
+
+    def _die(self, reason: str) -> None:
+        """Take no more requests, and end those that are here. Both sides may call this; the first reason stays."""
+        if self.error is None:
+            self.error = reason
+        self._end_all(self.error)
+
     # ------------------------------------------------------------------ the thread's side
 
     def _work(self) -> None:
         reason = "the server ended"
         try:
             self._use_device()
-            while self._obey():
+            while self._obey() and self.error is None:  # after a step that hung for a while nothing goes on
+                self._take_up_work()
                 for request in self.llm.engine.step():
                     self._deliver(request)
                 self._flush()
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             logger.exception("the engine's thread died; every request ends with an error")
-        self.error = reason
-        self._end_all(reason)
+        self._is_busy = False
+        self._die(reason)
+
+    def _take_up_work(self) -> None:
+        self._num_works += 1
+        self._is_busy = True
 
     def _use_device(self) -> None:
         """The current GPU is a property of the thread."""
@@ -181,12 +222,14 @@ class AsyncEngine:
     def _obey(self) -> bool:
         """Carry out the event loop's commands; waits for one while nothing is to be done. False: end."""
         while True:
+            self._is_busy = False
             try:
                 command = self._commands.get(block=self.llm.engine.is_idle)
             except queue.Empty:
                 return True
             if command is None:
                 return False
+            self._take_up_work()
             command()
             self._flush()
 
@@ -208,8 +251,8 @@ class AsyncEngine:
         live = self._live.get(request.request_id)
         if live is None:
             return
-        if request.is_finished:
-            del self._live[request.request_id]
+        if request.is_finished and self._live.pop(request.request_id, None) is None:
+            return  # the watchdog ended it just now
         increment = _increment(live, self._log.take(request, live.num_tokens))
         if request.is_finished:
             self._log.forget(request.request_id)
@@ -226,10 +269,7 @@ class AsyncEngine:
             return
         outbox, self._outbox = self._outbox, []
         assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(_put_all, outbox)
-        except RuntimeError:  # the loop is closed: nobody listens
-            pass
+        self._put_soon(outbox)
 
     def _end_all(self, error: str) -> None:
         """End every request with an error. Both sides may call this; who pops an entry ends it."""
@@ -239,8 +279,20 @@ class AsyncEngine:
             if live is not None:
                 message = f"the engine stopped: {error}"
                 ended.append((live.generation, Increment(live.index, "", (), (), (), "error", message)))
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_put_all, ended)
+        self._put_soon(ended)
+
+    def _put_soon(self, outbox: Sequence[tuple[Generation, Increment]]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_put_all, outbox)
+        except RuntimeError:  # the loop is closed: nobody listens
+            pass
+
+
+def stack_of(thread: Thread | None) -> str:
+    """What a thread is doing now, as a traceback shows it."""
+    frame = None if thread is None or thread.ident is None else sys._current_frames().get(thread.ident)
+    return "(it has ended)" if frame is None else "".join(traceback.format_stack(frame))
 
 
 def _increment(live: _Live, trace: dict[str, Any] | None) -> Increment:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
+from treedraft._patcher import in_force
 from treedraft.config import offered_shapes
 from treedraft.engine.engine import Engine, Runner
 from treedraft.engine.request import Request
@@ -61,6 +63,12 @@ class Metrics:
             "Rounds in which the draft at this depth (from 0) was accepted",
             labelnames=("position",),
         )
+        self.accepted_of_rank = self._make(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_rank",
+            "Accepted drafts by depth and by place among their siblings in the draft's order, both from 0",
+            labelnames=("position", "rank"),
+        )
         self.accept_length = self._make(
             Histogram, "spec_accept_length", "Tokens of a round, the bonus token counted", buckets=TOKENS_A_ROUND
         )
@@ -93,6 +101,10 @@ class Metrics:
             ("engine_alive", "1 while the engine's thread runs", lambda: float(server.error is None)),
         ):
             self._make(Gauge, name, text).set_function(read)
+        reverted = in_force()
+        self._make(Info, "reverted_fixes", "Fixes that this process runs without, see treedraft toggles").info(
+            {"ids": ",".join(reverted.ids), "digest": reverted.digest}
+        )
         engine.runner = _WatchedRunner(engine.runner, self)
 
     def arrived(self, request: Request) -> None:
@@ -121,15 +133,17 @@ class Metrics:
                 mean_s = (now_s - request.prefilled_s) / (len(request.output_token_ids) - 1)
                 self.request_token_s.observe(mean_s)
 
-    def round_done(self, accepted: int) -> None:
-        """Record one sequence's round that accepted `accepted` drafts."""
+    def round_done(self, ranks: Sequence[int]) -> None:
+        """Record one sequence's round. ranks: of each accepted draft, see RowResult."""
+        accepted = len(ranks)
         self._num_rounds += 1
         self._num_accepted += accepted
         self.rounds.inc()
         self.accepted_tokens.inc(accepted)
         self.accept_length.observe(accepted + 1)
-        for depth in range(accepted):
+        for depth, rank in enumerate(ranks):
             self.accepted_at_depth.labels(str(depth)).inc()
+            self.accepted_of_rank.labels(str(depth), str(rank)).inc()
 
     def launched(self, plan: StepPlan) -> None:
         """Record the trees of a step."""
@@ -163,7 +177,7 @@ class _WatchedRunner:
         result = self._runner.collect(ticket)
         for row in result.rows:
             if row.is_round and not row.has_nan and result.overflow is None:
-                self._metrics.round_done(len(row.token_ids) - 1)
+                self._metrics.round_done(row.ranks)
         return result
 
 

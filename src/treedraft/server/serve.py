@@ -10,7 +10,7 @@ import uvicorn
 
 from treedraft.llm import LLM
 from treedraft.server.app import create_app
-from treedraft.server.async_engine import AsyncEngine
+from treedraft.server.async_engine import STEP_TIMEOUT_S, AsyncEngine
 from treedraft.server.metrics import Metrics
 from treedraft.server.service import ServerSettings
 
@@ -36,10 +36,11 @@ def make_server(
     drain_timeout_s: int | None = None,
     metrics_prefix: str = "treedraft",
     log_level: str = "info",
+    step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> DrainingServer:
     """Return a server that is not running yet; drain_timeout_s None: what runs is finished, however long it takes."""
     metrics = Metrics(llm.config.speculative, metrics_prefix)
-    engine = AsyncEngine(llm, metrics, max_waiting)
+    engine = AsyncEngine(llm, metrics, max_waiting, step_timeout_s)
     config = uvicorn.Config(
         create_app(llm, engine, settings),
         host=host,

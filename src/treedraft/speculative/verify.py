@@ -30,4 +30,9 @@ def walk(tree: DraftTree, sampled: Tensor, max_path: int) -> Accepted:
     # The token sampled at a node of the path is the next node's token, and at the last node the bonus token.
     on_path = nodes[:max_path] <= num_accepted[:, None]
     token_ids = torch.where(on_path, sampled.gather(1, columns), -1)
-    return Accepted(num_accepted, torch.where(on_path, columns, nodes[:max_path]), token_ids)
+    # Siblings are columns in the order in which the draft ranked them.
+    is_sibling = tree.parents[:, None, :] == tree.parents.gather(1, columns)[..., None]
+    ranks = (is_sibling & (nodes < columns[..., None])).sum(-1)
+    return Accepted(
+        num_accepted, torch.where(on_path, columns, nodes[:max_path]), token_ids, torch.where(on_path, ranks, 0)
+    )
