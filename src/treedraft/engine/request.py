@@ -83,7 +83,8 @@ class Request:
         if self.grammar is not None and self.grammar.error is not None:  # it gave no masks for these tokens
             return self._fail_grammar(self.grammar.error)
         output, stops, push = self.output_token_ids, self.stop_token_ids, self.text.push
-        if len(output) + len(token_ids) < self.output_limit and not self.text.stop and stops.isdisjoint(token_ids):
+        cannot_end = len(output) + len(token_ids) < self.output_limit and stops.isdisjoint(token_ids)
+        if cannot_end and not self.text.stop and self.grammar is None:
             output += token_ids
             self.logprobs += logprobs or ()
             self.top_logprobs += top_logprobs or ()
