@@ -14,6 +14,7 @@ from treedraft.bench.parts import (
     idle_share,
     label_by_order,
     sum_parts,
+    without_overlap,
     wrapped,
 )
 from treedraft.bench.rounds import round_of, standing
@@ -60,6 +61,14 @@ def test_idle_share_counts_gaps_once_where_work_overlaps() -> None:
     assert idle_share([]) == 0
     assert idle_share([event(0, 10)]) == 0
     assert idle_share([event(0, 10), event(5, 2), event(8, 4), event(16, 4)]) == pytest.approx(4 / 20)
+
+
+def test_without_overlap_counts_every_moment_once() -> None:
+    part = ("rest", "rest")
+    spans = [(0, 10), (4, 8), (5, 3), (20, 5)]  # start, duration: the second waits for the first, the third ends inside
+    cut = without_overlap([DeviceEvent(str(i), part, *span) for i, span in enumerate(reversed(spans))])
+    assert [(e.start_us, e.duration_us) for e in cut] == [(0, 10), (10, 2), (12, 0), (20, 5)]
+    assert idle_share([DeviceEvent("", part, *span) for span in spans]) == pytest.approx(8 / 25)
 
 
 def test_label_by_order_takes_the_parts_of_the_same_sequence() -> None:

@@ -25,8 +25,8 @@ def test_kernels_of_every_backend_are_accurate():
     settings = KernelSettings(heads=(16,), tokens=(1, 8), batches=(2, 7), lengths=(100,), ragged=True, repetitions=3)
     rows = run_kernels(settings, torch.device("cuda")).rows
     assert {r.kernel for r in rows if r.us} >= {"torch"}
-    # Twice a bfloat16 output's own rounding, 2^-8: merged parts are rounded more than once.
-    wrong = [r for r in rows if not r.skipped and not (r.is_finite and r.max_error < 2**-7 and r.lse_error < 1e-4)]
+    # Where two parts are merged, each was rounded to bfloat16 (up to 2^-8 of its largest value), and then their sum.
+    wrong = [r for r in rows if not r.skipped and not (r.is_finite and r.max_error < 1e-2 and r.lse_error < 1e-4)]
     assert wrong == []
 
 
@@ -35,7 +35,7 @@ def test_round_parts_add_up_to_the_round():
     settings = RoundSettings(batches=(1,), context=64, nodes=(1, 8), repetitions=5, loop_rounds=10)
     result = run_rounds(engine, SpeculativeConfig(3, 2, 6), settings)
     for row in result.rows:
-        assert row.launches > 10 and 0 < row.busy_ms < row.round_ms * 1.2
+        assert row.launches > 10 and 0 < row.busy_ms < row.round_ms * 1.25
         assert sum(row.parts_us.values()) == pytest.approx(row.busy_ms * 1e3, rel=0.25)
         assert sum(us for part, us in row.parts_us.items() if part.startswith("verify/")) > 0
         assert row.tokens_per_s > 0

@@ -36,7 +36,7 @@ def test_row_alone_equals_row_among_64_others_bit_for_bit(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("config", [V2_LITE, V3], ids=["V2-Lite", "V3"])
-@pytest.mark.parametrize("num_rows", [1, 9, 64, 200, FEW_ROWS + 44])
+@pytest.mark.parametrize("num_rows", [1, 9, 64, FEW_ROWS, FEW_ROWS + 44])
 def test_moe_at_real_shapes_equals_loop_over_experts(config: MoeConfig, num_rows: int) -> None:
     with torch.inference_mode():
         moe = make_moe(config, 1024, "cuda", torch.bfloat16)

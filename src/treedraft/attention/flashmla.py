@@ -10,6 +10,7 @@ on the device, inside a captured graph too, so rounds need no host.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -102,17 +103,21 @@ class FlashMlaAttention:
             return torch.empty_like(out), q.new_empty(q.shape[:3], dtype=torch.float32)
         from treedraft.kernels.tree_tail import attend_tail_triton
 
+        schedule = plan.prefix.schedule(num_rows, num_heads)
+        _end_chain(q)
         out, lse = _package().flash_mla_with_kvcache(
             q,
             kv.view(-1, PAGE_SIZE, 1, kv.shape[-1]),
             pages.page_table,
             plan.prefix.seqlens,
             v_width,
-            plan.prefix.schedule(num_rows, num_heads),
+            schedule,
             softmax_scale=scale,
             causal=False,
             use_legacy=True,
         )
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            _wait_for_both_kernels()
         return attend_tail_triton(q, kv, pages, plan.ancestor_bits, plan.tree_len, out, lse, v_width, scale)
 
     def run_gqa(self, plan: FlashMlaPlan, k: Tensor, v: Tensor, q: Tensor, scale: float) -> Tensor:
@@ -149,12 +154,43 @@ def attend_tail(
     return out.to(q.dtype), lse
 
 
+def _end_chain(x: Tensor) -> None:
+    """Put a fill between our kernels and FlashMLA's, which starts as soon as the kernel before it lets others start.
+
+    Ours let others start at once (kernels.chain), and FlashMLA's does not wait: it would read queries and keys that are
+    still being written. Nothing overlaps with a fill.
+    """
+    x.new_empty(1).zero_()
+
+
+def _wait_for_both_kernels() -> None:
+    """In a graph, let what comes next wait for the attention kernel too, not only for the one that joins its splits.
+
+    The joining kernel starts while the other runs, and its blocks exit before they wait for it where a sequence was not
+    split. A stream keeps its order all the same; a graph keeps no more than its edges.
+    """
+    from cuda.bindings import runtime
+
+    def checked(status: Any, *values: Any) -> tuple[Any, ...]:
+        if status != runtime.cudaError_t.cudaSuccess:
+            raise InvariantError(f"the graph's dependencies could not be extended: {status!r}")
+        return values
+
+    stream = torch.cuda.current_stream().cuda_stream
+    last = checked(*runtime.cudaStreamGetCaptureInfo(stream))[3]
+    for node in last:
+        number = checked(*runtime.cudaGraphNodeGetDependencies(node))[-1]
+        before = checked(*runtime.cudaGraphNodeGetDependencies(node, number))[0]
+        checked(*runtime.cudaStreamUpdateCaptureDependencies(stream, before, None, len(before), 0))  # 0: add
+
+
 def _package() -> Any:
     try:
-        from flash_mla import flash_mla_interface
+        import_module("cuda.bindings.runtime")  # for captures
+        return import_module("flash_mla.flash_mla_interface")
     except ImportError as error:
         raise ConfigError(
-            f"the attention backend flashmla needs the package sgl-flash-mla ({error}); install it with: "
-            "pip install --no-deps sgl-flash-mla (its wheel asks for a newer torch than it needs)"
+            f"the attention backend flashmla needs the packages sgl-flash-mla and cuda-bindings ({error}); install "
+            "them with: pip install cuda-bindings, and pip install --no-deps sgl-flash-mla (its wheel asks for a newer "
+            "torch than it needs)"
         ) from error
-    return flash_mla_interface

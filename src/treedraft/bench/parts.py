@@ -186,6 +186,20 @@ def _innermost(ranges: list[tuple[float, float, str]], at: float | None) -> tupl
     return REST, REST
 
 
+def without_overlap(events: Iterable[DeviceEvent]) -> list[DeviceEvent]:
+    """The same work in order of start, each without the time in which what began before it still ran.
+
+    A kernel launched while the one before runs (programmatic dependent launch) waits inside its own time.
+    """
+    cut: list[DeviceEvent] = []
+    end_us = -float("inf")
+    for event in sorted(events, key=lambda e: e.start_us):
+        start_us, own_end_us = max(event.start_us, end_us), event.start_us + event.duration_us
+        cut.append(replace(event, start_us=start_us, duration_us=max(0.0, own_end_us - start_us)))
+        end_us = max(end_us, own_end_us)
+    return cut
+
+
 def sum_parts(events: Iterable[DeviceEvent]) -> dict[tuple[str, str], float]:
     """Microseconds of device work by part."""
     total: dict[tuple[str, str], float] = defaultdict(float)
@@ -217,8 +231,6 @@ def idle_share(events: list[DeviceEvent]) -> float:
     """Share of the time from the first start to the last end in which no work ran."""
     if not events:
         return 0.0
-    busy_us, end_us = 0.0, events[0].start_us
-    for event in sorted(events, key=lambda e: e.start_us):
-        busy_us += max(0.0, event.start_us + event.duration_us - max(event.start_us, end_us))
-        end_us = max(end_us, event.start_us + event.duration_us)
+    end_us = max(e.start_us + e.duration_us for e in events)
+    busy_us = sum(e.duration_us for e in without_overlap(events))
     return 1 - busy_us / (end_us - min(e.start_us for e in events))

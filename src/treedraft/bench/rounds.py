@@ -25,6 +25,7 @@ from treedraft.bench.parts import (
     idle_share,
     label_by_order,
     sum_parts,
+    without_overlap,
 )
 from treedraft.bench.timing import Ceilings, captured, measure_ceilings, time_runs
 from treedraft.bench.trees import random_draft_tree
@@ -68,7 +69,7 @@ class RoundRow:
     batch: int
     round_ms: float  # median; one replay, or on a CPU one eager round
     best_ms: float
-    busy_ms: float | None  # sum of its kernels' times
+    busy_ms: float | None  # time in which any of its kernels ran
     launches: int | None  # kernels, copies and fills of a round
     idle_within: float | None  # 1 - busy_ms / round_ms
     loop_ms: float | None  # wall time of a round in the engine's loop
@@ -285,12 +286,12 @@ def measure_round(llm: LLM, name: str, batch: int, settings: RoundSettings, ceil
         timed = time_runs(run, runner.device, settings.repetitions, before=put_back, flush_bytes=1 << 20)
         if is_gpu and settings.parts:
             put_back()
-            events = device_events(run)
+            events = without_overlap(device_events(run))
             busy_us, launches = sum(e.duration_us for e in events), len(events)
             put_back()
             eager()
             put_back()
-            by_part = device_events(eager, runner.backends)
+            by_part = without_overlap(device_events(eager, runner.backends))
             labelled = label_by_order(events, by_part)
             parts_of = "eager" if labelled is None else "replay"
             parts = sum_parts(by_part if labelled is None else labelled)

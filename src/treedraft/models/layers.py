@@ -19,6 +19,7 @@ from torch import Tensor, nn
 WIDE = (torch.float32, torch.float64)
 PACKED_ROWS = 8  # rows that the packed layout is tuned for; it works for any number
 PACKED_SIZE = 1 << 16  # elements of the smallest matrix that is packed
+HAS_TRITON = find_spec("triton") is not None
 NamedViews = Iterator[tuple[str, Tensor]]
 # fast: what is measured to be fastest. invariant: a row's result is the same bits whatever rows are beside it (a GPU's
 # inference in bfloat16 and float32; elsewhere the two are the same).
@@ -37,21 +38,16 @@ def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) ->
 
 def is_autocast(x: Tensor) -> bool:
     """Whether autocast is on for x's device; the meta device has none."""
-    device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def is_served(x: Tensor) -> bool:
     """Whether the Triton kernels compute with x: inference on a GPU, in bfloat16 or float32, outside autocast."""
     if not x.is_cuda or torch.is_grad_enabled() or x.dtype not in (torch.bfloat16, torch.float32):
         return False
-    return has_triton() and not is_autocast(x)
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
+    if torch.compiler.is_compiling():  # compiled functions take the plain form
+        return False
+    return HAS_TRITON and not is_autocast(x)
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:

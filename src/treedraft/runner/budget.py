@@ -104,11 +104,13 @@ def _round(run: DryRun, backend: str, layout: Layout) -> Iterable[BufferRecord]:
     logits = batch * nodes * vocab * wide
     formula = f"sequences * num_draft_tokens * vocab_size * {wide} B = {batch} * {nodes} * {vocab} * {wide}"
     yield BufferRecord("target logits", "logits", ALL_BACKENDS, formula, logits)
+    is_captured = config.device != "cpu" and config.cuda_graph != "off" and BACKENDS[backend].graph is not None
+    formula = "most alive at once in a full round at max_context, traced, - target logits"
     yield BufferRecord(
         "round",
-        "workspace",
+        "graph" if is_captured else "workspace",  # all captures share one pool: that of the largest program
         backend,
-        f"most alive at once in a full round at max_context, traced, - target logits = {run.round_bytes} - {logits}",
+        f"{formula} = {run.round_bytes} - {logits}" + ("; the pool of all captures" if is_captured else ""),
         run.round_bytes - logits,
     )
     if config.device != "cpu":

@@ -20,6 +20,7 @@ Programs for batches with a grammar have the seams of runner.seam, two, and the 
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -219,11 +220,16 @@ def init_graph_state(
     graphs = GraphState(
         run_round, state, pages, page_size, chain, attention, buffers, max_kv_len, replay, count_by_shape
     )
+    seams = tuple(host_planned)
     if any(GRAMMAR in stages for stages in variants):
         graphs.seam = StaticSeam(max_batch, state.output_counts.shape[1], buffers)
-    pool = torch.cuda.graph_pool_handle() if replay == "capture" else None
+        seams += (graphs.seam,)
+    where = None
+    if replay == "capture":
+        where = _Where(torch.cuda.Stream(state.device), torch.cuda.graph_pool_handle(), seams)
     buckets = bucket_sizes(max_batch)
-    with _progress(len(buckets) * len(variants) * num_shapes, is_shown=replay == "capture") as advance:
+    number = len(buckets) * len(variants) * num_shapes
+    with _no_collection(), _progress(number, is_shown=where is not None) as advance:
         for bucket in reversed(buckets):
             inputs = buffers.allocate(
                 f"graph.inputs.{bucket}",
@@ -234,21 +240,40 @@ def init_graph_state(
             )
             for shape in range(num_shapes):
                 for stages in reversed(variants):
-                    seams = (*host_planned, graphs.seam) if GRAMMAR in stages else tuple(host_planned)
-                    program = _program(graphs, inputs, stages, shape, pool, seams)
+                    program = _program(graphs, inputs, stages, shape, where)
                     graphs.programs[bucket, stages, shape] = program
                     advance()
     return graphs
 
 
-def _program(
-    graphs: GraphState, inputs: Tensor, stages: frozenset[str], shape: int, pool: Any, host_planned: tuple[Any, ...]
-) -> Program:
+@dataclass(frozen=True)
+class _Where:
+    """What all captures share. The allocator uses freed memory again on the stream that freed it alone: one stream."""
+
+    stream: torch.cuda.Stream
+    pool: Any
+    seams: tuple[Any, ...]  # backends that plan on the host, and the grammars' seam
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now and none inside: a graph that is freed while another is captured spoils the capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _program(graphs: GraphState, inputs: Tensor, stages: frozenset[str], shape: int, where: _Where | None) -> Program:
     """Make one program, captured or not. The first of each shape also makes the shape's outputs."""
     program = Program(inputs, stages, (lambda: graphs.run_eagerly(inputs, stages, shape),), None, shape)
     graphs.write_inputs(program, ())
-    if graphs.replay == "capture":
-        return _capture(graphs, program, pool, host_planned)
+    if where is not None:
+        return _capture(graphs, program, where)
     if shape not in graphs._outputs_of:
         graphs.round(inputs, stages, shape)
     return program
@@ -268,19 +293,18 @@ def _progress(total: int, is_shown: bool) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def _capture(graphs: GraphState, program: Program, pool: Any, host_planned: tuple[Any, ...]) -> Program:
+def _capture(graphs: GraphState, program: Program, where: _Where) -> Program:
     """Record a round whose rows are all padded. Syncs."""
-    inputs, stages, shape = program.inputs, program.stages, program.shape
-    stream = torch.cuda.Stream(inputs.device)
+    inputs, stages, shape, stream = program.inputs, program.stages, program.shape, where.stream
     stream.wait_stream(torch.cuda.current_stream(inputs.device))
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP_ROUNDS):
             graphs.round(inputs, stages, shape)
         torch.cuda.synchronize(inputs.device)
-        recording = _Recording(pool)
+        recording = _Recording(where.pool)
         try:
-            for backend in host_planned:
-                backend.at_host = recording.cut
+            for seam in where.seams:
+                seam.at_host = recording.cut
             recording.begin()
             batch = graphs.round(inputs, stages, shape)
             recording.end()
@@ -289,8 +313,8 @@ def _capture(graphs: GraphState, program: Program, pool: Any, host_planned: tupl
                 recording.graph.capture_end()
             raise
         finally:
-            for backend in host_planned:
-                backend.at_host = run_now
+            for seam in where.seams:
+                seam.at_host = run_now
     torch.cuda.current_stream(inputs.device).wait_stream(stream)
     torch.cuda.synchronize(inputs.device)
     return Program(inputs, stages, tuple(recording.steps), batch, shape)
