@@ -220,9 +220,13 @@ def init_graph_state(
     graphs = GraphState(
         run_round, state, pages, page_size, chain, attention, buffers, max_kv_len, replay, count_by_shape
     )
+    seams = tuple(host_planned)
     if any(GRAMMAR in stages for stages in variants):
         graphs.seam = StaticSeam(max_batch, state.output_counts.shape[1], buffers)
-    where = _Where(torch.cuda.Stream(state.device), torch.cuda.graph_pool_handle()) if replay == "capture" else None
+        seams += (graphs.seam,)
+    where = None
+    if replay == "capture":
+        where = _Where(torch.cuda.Stream(state.device), torch.cuda.graph_pool_handle(), seams)
     buckets = bucket_sizes(max_batch)
     number = len(buckets) * len(variants) * num_shapes
     with _no_collection(), _progress(number, is_shown=where is not None) as advance:
@@ -236,8 +240,7 @@ def init_graph_state(
             )
             for shape in range(num_shapes):
                 for stages in reversed(variants):
-                    seams = (*host_planned, graphs.seam) if GRAMMAR in stages else tuple(host_planned)
-                    program = _program(graphs, inputs, stages, shape, where, seams)
+                    program = _program(graphs, inputs, stages, shape, where)
                     graphs.programs[bucket, stages, shape] = program
                     advance()
     return graphs
@@ -249,6 +252,7 @@ class _Where:
 
     stream: torch.cuda.Stream
     pool: Any
+    seams: tuple[Any, ...]  # backends that plan on the host, and the grammars' seam
 
 
 @contextmanager
@@ -264,19 +268,12 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _program(
-    graphs: GraphState,
-    inputs: Tensor,
-    stages: frozenset[str],
-    shape: int,
-    where: _Where | None,
-    seams: tuple[Any, ...],
-) -> Program:
+def _program(graphs: GraphState, inputs: Tensor, stages: frozenset[str], shape: int, where: _Where | None) -> Program:
     """Make one program, captured or not. The first of each shape also makes the shape's outputs."""
     program = Program(inputs, stages, (lambda: graphs.run_eagerly(inputs, stages, shape),), None, shape)
     graphs.write_inputs(program, ())
     if where is not None:
-        return _capture(graphs, program, where, seams)
+        return _capture(graphs, program, where)
     if shape not in graphs._outputs_of:
         graphs.round(inputs, stages, shape)
     return program
@@ -296,7 +293,7 @@ def _progress(total: int, is_shown: bool) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def _capture(graphs: GraphState, program: Program, where: _Where, seams: tuple[Any, ...]) -> Program:
+def _capture(graphs: GraphState, program: Program, where: _Where) -> Program:
     """Record a round whose rows are all padded. Syncs."""
     inputs, stages, shape, stream = program.inputs, program.stages, program.shape, where.stream
     stream.wait_stream(torch.cuda.current_stream(inputs.device))
@@ -306,7 +303,7 @@ def _capture(graphs: GraphState, program: Program, where: _Where, seams: tuple[A
         torch.cuda.synchronize(inputs.device)
         recording = _Recording(where.pool)
         try:
-            for seam in seams:
+            for seam in where.seams:
                 seam.at_host = recording.cut
             recording.begin()
             batch = graphs.round(inputs, stages, shape)
@@ -316,7 +313,7 @@ def _capture(graphs: GraphState, program: Program, where: _Where, seams: tuple[A
                 recording.graph.capture_end()
             raise
         finally:
-            for seam in seams:
+            for seam in where.seams:
                 seam.at_host = run_now
     torch.cuda.current_stream(inputs.device).wait_stream(stream)
     torch.cuda.synchronize(inputs.device)
