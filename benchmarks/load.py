@@ -30,6 +30,9 @@ from treedraft.bench.results import write_result
 from treedraft.cli.prompts import read_prompts
 
 MAX_CONTEXT, PAGE_SIZE = 256, 4
+# Prompts short beside the outputs, and a small tree: many are admitted that cannot all go on to their ends, so that
+# some are preempted. A larger tree keeps so much room for itself that it only shrinks.
+PROMPT_TOKENS, NUM_STEPS, TOPK, NUM_DRAFT_TOKENS = 12, 3, 2, 6
 TIMEOUT_S = 300.0
 SAMPLED_EACH_S = 2.0
 
@@ -126,13 +129,13 @@ def make_cases(number: int) -> tuple[list[Case], int]:
     cases = []
     for i in range(number):
         params = SamplingParams(
-            max_tokens=rng.randrange(8, 49),
+            max_tokens=rng.randrange(16, 81),
             temperature=rng.choice([0.0, 0.8, 1.0]),
             top_p=rng.choice([1.0, 0.9]),
             repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
             seed=i,
         )
-        prompt = prompts[i % len(prompts)]
+        prompt = prompts[i % len(prompts)][:PROMPT_TOKENS]
         [choice] = llm.generate([prompt], params, progress=False)[0].outputs
         cases.append(Case(prompt, params, i % 2 == 0, choice.text, choice.finish_reason))
     with_head = LLM("demo", device="cpu", dtype="float64", max_batch=1, max_context=MAX_CONTEXT)
@@ -266,6 +269,8 @@ def main() -> None:
     cases, page_bytes = make_cases(args.requests)
     num_pages = args.at_once * sum(map(pages_of, cases)) // len(cases) // 3
     flags = ["--dtype", "float64", "--max-batch", str(args.at_once), "--max-context", str(MAX_CONTEXT)]
+    flags += ["--speculative-num-steps", str(NUM_STEPS), "--speculative-eagle-topk", str(TOPK)]
+    flags += ["--speculative-num-draft-tokens", str(NUM_DRAFT_TOKENS)]
     flags += ["--max-queue", "2048", "--page-size", str(PAGE_SIZE), "--kv-memory", str((num_pages + 2) * page_bytes)]
     server = Server(flags)
     try:
@@ -282,6 +287,8 @@ def main() -> None:
         code = server.stop()
     result["exit_code"] = code
     print("written:", write_result(args.out, "load", result))
+    if not result["load"]["preemptions"]:
+        raise SystemExit("nothing was preempted: the run shows less than it should")
     if result["load"]["problems"] or result.get("storm", {}).get("problems_after"):
         raise SystemExit("\n".join(result["load"]["problems"]) or "after the storm texts are wrong")
 

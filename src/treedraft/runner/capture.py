@@ -140,7 +140,8 @@ def record_of(function: Record, inputs: tuple[Tensor, ...]) -> Record:
     """Trace a function of tensors alone. As `torch.jit.trace`, which keeps what it makes until the process ends."""
     names = _create_interpreter_name_lookup_fn(0)
     graph, _ = torch._C._create_graph_by_tracing(function, inputs, names, True, False, None, [])
-    torch._C._jit_pass_constant_pooling(graph)  # half of the nodes are the same few numbers
+    # Half of the nodes are the same few numbers. (Not among torch's stubs.)
+    torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]
     return torch._C._create_function_from_graph("round", graph)
 
 

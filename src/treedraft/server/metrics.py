@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
-from treedraft._patcher import in_force
 from treedraft.config import offered_shapes
 from treedraft.engine.engine import Engine, Runner
 from treedraft.engine.request import Request
@@ -101,9 +100,9 @@ class Metrics:
             ("engine_alive", "1 while the engine's thread runs", lambda: float(server.error is None)),
         ):
             self._make(Gauge, name, text).set_function(read)
-        reverted = in_force()
+        facts = server.llm.info()
         self._make(Info, "reverted_fixes", "Fixes that this process runs without, see treedraft toggles").info(
-            {"ids": ",".join(reverted.ids), "digest": reverted.digest}
+            {"ids": ",".join(facts["reverted_fixes"]), "digest": facts["revert_digest"]}
         )
         engine.runner = _WatchedRunner(engine.runner, self)
 
