@@ -77,9 +77,9 @@ def equality(number: int, max_tokens: int) -> dict[str, Any]:
     return {"num_prompts": number, "max_tokens": max_tokens, "temperatures": TEMPERATURES, "settings": rows}
 
 
-def cost(max_tokens: int) -> dict[str, Any]:
+def cost(batches: list[int], max_tokens: int) -> dict[str, Any]:
     rows = []
-    for max_batch in (1, 8, 64):
+    for max_batch in batches:
         for speculative in (None, WIDE):
             modes = {
                 mode: make(mode, speculative=speculative, max_batch=max_batch, cuda_graph="on", prefix_cache=False)
@@ -108,9 +108,12 @@ def main() -> None:
     parser.add_argument("--part", choices=["equality", "cost"], default="equality")
     parser.add_argument("--num-prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64], help="of the part cost")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    found = equality(args.num_prompts, args.max_tokens) if args.part == "equality" else cost(args.max_tokens)
+    found = (
+        equality(args.num_prompts, args.max_tokens) if args.part == "equality" else cost(args.batches, args.max_tokens)
+    )
     print(write_result(args.out, f"deterministic-{args.part}", found))
 
 
