@@ -234,8 +234,8 @@ class MoE(nn.Module):
         num_experts, k = self.config.num_experts, self.config.num_experts_per_tok
         experts, order = routing.indices.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, torch.arange(num_experts, device=x.device), right=True).int()
-        gate, up = F.grouped_mm(x.index_select(0, order // k), self.gate_up[:num_experts], offs=ends).chunk(2, -1)
-        pairs = F.grouped_mm(F.silu(gate) * up, self.down[:num_experts], offs=ends)
+        gate, up = grouped_product(x.index_select(0, order // k), self.gate_up[:num_experts], ends).chunk(2, -1)
+        pairs = grouped_product(F.silu(gate) * up, self.down[:num_experts], ends)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         out = torch.bmm(routing.weights.to(x.dtype).unsqueeze(1), pairs[place].view(len(x), k, -1)).squeeze(1)
         for expert in range(num_experts, self.num_all):
@@ -317,6 +317,13 @@ class MoE(nn.Module):
             yield f"{prefix}.shared_experts.gate_proj.weight", gate[shared]
             yield f"{prefix}.shared_experts.up_proj.weight", up[shared]
             yield f"{prefix}.shared_experts.down_proj.weight", down[shared].flatten(0, 1).t()
+
+
+def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows up to ends[e] times weights[e]. x: [T, n], weights: [E, n, m], ends: [E] int32 -> [T, m]."""
+    if x.is_meta:  # torch's form there knows bfloat16 alone
+        return x.new_empty((len(x), weights.shape[-1]))
+    return F.grouped_mm(x, weights, offs=ends)
 
 
 def weighted_row_sums(table: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
