@@ -131,6 +131,17 @@ def test_peer_that_is_not_installed_is_left_out() -> None:
     assert notes[0].startswith("not compared: ")
 
 
+def test_backend_whose_package_is_missing_is_left_out_unless_named(monkeypatch) -> None:
+    def missing(name):
+        raise ConfigError("needs a package that is not installed")
+
+    monkeypatch.setattr(kernels, "make_backend", missing)
+    rows = run_kernels(TINY, CPU).rows
+    assert rows and all("not installed" in row.skipped for row in rows)
+    with pytest.raises(ConfigError, match="not installed"):
+        run_kernels(KernelSettings(**{**vars(TINY), "backends": ("torch",)}), CPU)
+
+
 def test_ragged_lens_hold_the_edges_and_the_longest() -> None:
     assert kernels.ragged_lens(1, 100) == (100,)
     assert kernels.ragged_lens(3, 100) == (0, 1, 100)

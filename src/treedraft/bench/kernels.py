@@ -282,13 +282,13 @@ def measure_backend(name: str, case: Case, settings: KernelSettings, ceilings: C
         num_bytes = 4 * shape.batch * (shape.length + shape.tokens) * (shape.tokens * shape.heads + 576)
         if num_bytes > settings.max_bytes:
             return _skip(case, name, f"too slow: {num_bytes / 2**30:.0f} GiB of float32 scores and keys")
-    backend = make_backend(name)
 
     def plan() -> Any:
         prefix = backend.plan_prefix(case.page_table, case.kv_lens, shape.length, case.tail_slots, case.page_size)
         return backend.plan_tree(prefix, case.ancestor_bits, shape.tokens)
 
     try:
+        backend = make_backend(name)
         planned = plan()
         out, lse = backend.run_mla_with_lse(planned, case.kv, case.q, case.latent, SCALE)
         timed = _time(lambda: backend.run_mla(planned, case.kv, case.q, case.latent, SCALE), device, settings)
@@ -297,6 +297,10 @@ def measure_backend(name: str, case: Case, settings: KernelSettings, ceilings: C
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         return _skip(case, name, f"out of memory: {str(error).splitlines()[0][:80]}")
+    except ConfigError as error:  # its package is not installed
+        if name in settings.backends:
+            raise
+        return _skip(case, name, str(error))
     return _row(name, case, timed, planning, ceilings, out, lse)
 
 
