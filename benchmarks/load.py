@@ -138,7 +138,7 @@ def make_cases(number: int) -> tuple[list[Case], int]:
         prompt = prompts[i % len(prompts)][:PROMPT_TOKENS]
         [choice] = llm.generate([prompt], params, progress=False)[0].outputs
         cases.append(Case(prompt, params, i % 2 == 0, choice.text, choice.finish_reason))
-    with_head = LLM("demo", device="cpu", dtype="float64", max_batch=1, max_context=MAX_CONTEXT)
+    with_head = LLM("demo", device="cpu", dtype="float64", max_batch=1, max_context=MAX_CONTEXT, page_size=PAGE_SIZE)
     num_pages = with_head.engine.scheduler.num_pages + 2
     return cases, sum(with_head.info()["bytes"].values()) // num_pages
 
