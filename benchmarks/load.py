@@ -237,7 +237,10 @@ async def sample(server: Server, begun_s: float, samples: list[dict[str, float]]
 
 async def load(server: Server, cases: Sequence[Case], at_once: int, minutes: float) -> dict[str, Any]:
     """Batches until the minutes are over, one at least."""
-    begun_s, samples, batches, problems = time.monotonic(), [], [], []
+    begun_s = time.monotonic()
+    samples: list[dict[str, float]] = []
+    batches: list[dict[str, float]] = []
+    problems: list[str] = []
     sampling = asyncio.create_task(sample(server, begun_s, samples))
     while not batches or time.monotonic() - begun_s < 60 * minutes:
         started_s = time.monotonic()
