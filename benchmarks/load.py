@@ -138,7 +138,7 @@ def make_cases(number: int) -> tuple[list[Case], int]:
         prompt = prompts[i % len(prompts)][:PROMPT_TOKENS]
         [choice] = llm.generate([prompt], params, progress=False)[0].outputs
         cases.append(Case(prompt, params, i % 2 == 0, choice.text, choice.finish_reason))
-    with_head = LLM("demo", device="cpu", dtype="float64", max_batch=1, max_context=MAX_CONTEXT)
+    with_head = LLM("demo", device="cpu", dtype="float64", max_batch=1, max_context=MAX_CONTEXT, page_size=PAGE_SIZE)
     num_pages = with_head.engine.scheduler.num_pages + 2
     return cases, sum(with_head.info()["bytes"].values()) // num_pages
 
@@ -237,7 +237,10 @@ async def sample(server: Server, begun_s: float, samples: list[dict[str, float]]
 
 async def load(server: Server, cases: Sequence[Case], at_once: int, minutes: float) -> dict[str, Any]:
     """Batches until the minutes are over, one at least."""
-    begun_s, samples, batches, problems = time.monotonic(), [], [], []
+    begun_s = time.monotonic()
+    samples: list[dict[str, float]] = []
+    batches: list[dict[str, float]] = []
+    problems: list[str] = []
     sampling = asyncio.create_task(sample(server, begun_s, samples))
     while not batches or time.monotonic() - begun_s < 60 * minutes:
         started_s = time.monotonic()

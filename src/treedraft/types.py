@@ -253,8 +253,8 @@ class RowResult:
     logprobs: tuple[float, ...] | None  # of each token, raw target distribution
     top_logprobs: tuple[dict[int, float], ...] | None
     shape: int = 0  # of a round's tree: index into config.offered_shapes
-    ranks: tuple[int, ...] = ()  # of each accepted draft among its parent's children, in draft order from 0
     accepted_by_shape: tuple[int, ...] = ()  # drafts that a tree of each offered shape would have had accepted here
+    ranks: tuple[int, ...] = ()  # of each accepted draft among its parent's children, in draft order from 0
 
 
 @dataclass(frozen=True)
