@@ -71,7 +71,7 @@ def test_value_out_of_range_is_refused_and_named(live: Live, field: str, value: 
 )
 def test_what_is_not_supported_is_refused_by_name(live: Live, field: str, value: Any) -> None:
     message = refusal(live, "/v1/chat/completions", {**CHAT, field: value})["message"]
-    assert message == f"{field} is not supported by this server yet; leave it out"
+    assert message.startswith(f"{field} is not supported by this server; ")
 
 
 def test_what_asks_for_nothing_is_taken(live: Live) -> None:

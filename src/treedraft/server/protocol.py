@@ -1,6 +1,6 @@
 """The bodies that the server reads. Every limit of a body is checked here; what the model limits, `LLM` checks.
 
-A field set to null is as if it were absent. An unknown field is refused, as is what is known but not supported yet:
+A field set to null is as if it were absent. An unknown field is refused, as is what is known but not supported:
 silence would let a client believe that its setting has an effect.
 """
 
@@ -160,7 +160,8 @@ class _OpenAIBody(_Sampling):
             return data
         for name, harmless in _REFUSED.items():
             if data.get(name) is not None and data[name] not in harmless:
-                raise ValueError(f"{name} is not supported by this server yet; leave it out")
+                remedy = "use structured_outputs" if name.startswith("guided_") else "leave it out"
+                raise ValueError(f"{name} is not supported by this server; {remedy}")
         return {k: v for k, v in data.items() if k not in _REFUSED}
 
     @model_validator(mode="after")
