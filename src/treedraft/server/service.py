@@ -214,7 +214,8 @@ class Service:
                     yield event(error_body(*_failure(increment)[1:]))
                     break
                 answer.add(increment)
-                if increment.text or increment.logprobs or increment.finish_reason:
+                is_traced = increment.trace is not None  # with rounds whose text may still be held back
+                if increment.text or increment.logprobs or increment.finish_reason or is_traced:
                     made = answer.chunk(increment)
                     if made is not None:
                         yield event(made)
