@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fake_llm import make_round
+from live_server import Live
 from treedraft.server.pages.log import RoundLog
 from treedraft.types import SamplingParams
 
@@ -120,3 +122,15 @@ def test_log_of_the_demo_model_accounts_for_every_token(
         log.forget(each.request_id)
     assert max(depths[watched[1].request_id]) >= 2
     assert tree64.runner.observer is None
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_stream_whose_text_is_held_back_loses_no_round(live: Live, path: str) -> None:
+    body: dict[str, Any] = {"regex": "(ab){14}c", "stop": ["ab" * 15], "max_tokens": 40}  # all of it may begin a stop
+    body |= {"prompt": "Once"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Once"}]}
+    body |= {"stream": True, "stream_options": {"include_usage": True}, "treedraft": {"trace": True}}
+    lines = live.http.post(path, json=body).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    traced = [chunk["treedraft"] for chunk in chunks if "treedraft" in chunk]
+    assert sum(len(each["rounds"]) for each in traced) == chunks[-1]["metrics"]["rounds"]
+    assert sum(len(each["depths"]) for each in traced) == chunks[-1]["usage"]["completion_tokens"]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import httpx
 import jsonschema
 import pytest
 from openai import BadRequestError
 from pydantic import BaseModel
 
-from live_server import Live
+from live_server import Live, live_server
 from treedraft import LLM, SamplingParams, StructuredOutput
 from treedraft.grammar import compiler
 from treedraft.grammar.state import GrammarState
@@ -183,6 +185,39 @@ def test_a_grammar_that_compiles_slowly_holds_nobody_up(live: Live, monkeypatch:
         assert not waiting.done()
         release.set()
         assert waiting.result() == 200
+
+
+def test_waiting_for_a_grammar_ends_with_its_client_by_its_time_and_within_the_queue(
+    served_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, release, usual = [], threading.Event(), compiler.grammar_text
+
+    def slow(structured: StructuredOutput) -> str:
+        begun.append(structured.regex)
+        assert structured.regex != "held" or release.wait(9)
+        return usual(structured)
+
+    monkeypatch.setattr(compiler, "grammar_text", slow)
+    with live_server(served_llm, max_waiting=0, request_timeout_s=2) as live, ThreadPoolExecutor(9) as pool:
+
+        def ask(regex: str, timeout_s: float = 9) -> httpx.Response:
+            body = {"prompt": "Say", "max_tokens": 2, "regex": regex}
+            return httpx.post(f"{live.url}/v1/completions", json=body, timeout=timeout_s)
+
+        held = pool.submit(ask, "held")
+        while not begun:
+            time.sleep(0.01)
+        with pytest.raises(httpx.ReadTimeout):
+            ask("its client goes", 0.2)
+        while live.service._num_compiling > 1:
+            time.sleep(0.01)
+        late = [pool.submit(ask, f"late {i}") for i in range(4)]  # one more than may wait beside it
+        statuses = sorted(each.result().status_code for each in (held, *late))
+        assert statuses == [429, 504, 504, 504, 504]
+        release.set()
+        assert ask("the last one").status_code == 200
+        assert begun == ["held", "the last one"]
+        live.wait_until_idle()
 
 
 def test_a_grammar_that_fails_later_is_the_requests_fault(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,6 +329,7 @@ def test_offline_chat_takes_tools_and_variables(tree64: LLM, monkeypatch: pytest
         ({"tools": [TOOLS[1], TOOLS[1]]}, "different names"),
         ({"tools": [{"type": "function", "function": {"name": "no space"}}]}, "name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": "x"}}]}, "parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]}, "an object"),
         ({"tools": [{"type": "other"}]}, "tools.0"),
         ({"tools": TOOLS * 100}, "tools"),
         ({"messages": [USER, {"role": "tool", "content": "a"}]}, "tool_call_id"),

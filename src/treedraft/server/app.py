@@ -29,7 +29,8 @@ from treedraft.server.protocol import (
     GenerateBody,
     TokenizeBody,
 )
-from treedraft.server.service import ModelNotFound, ServerSettings, Service
+from treedraft.server.service import CLIENT_GONE, ModelNotFound, ServerSettings, Service, TimedOut
+from treedraft.server.sse import ClientGone
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         engine.check_open()
         service.check_model(body.model)
 
-        await service.compile(body.structured())
+        await service.compile(request, body.structured())
         requests, form = await service.in_thread(service.make_chat, body)
         return await service.respond(
             request,
@@ -87,7 +88,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionBody, request: Request) -> Response:
         engine.check_open()
         service.check_model(body.model)
-        await service.compile(body.structured())
+        await service.compile(request, body.structured())
         requests, prompts = await service.in_thread(service.make_requests, body.prompts, body.params())
         echoes = None
         if body.echo:
@@ -113,7 +114,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:
         engine.check_open()
-        await service.compile(body.sampling_params.structured())
+        await service.compile(request, body.sampling_params.structured())
         requests, _ = await service.in_thread(service.make_requests, body.prompts, body.params())
         is_list = body.is_batch or body.sampling_params.n > 1
         return await service.respond(
@@ -259,6 +260,14 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Unavailable)
     async def unavailable(_: Request, error: Unavailable) -> Response:
         return error_response(503, str(error), "server_error")
+
+    @app.exception_handler(TimedOut)
+    async def timed_out(_: Request, error: TimedOut) -> Response:
+        return error_response(504, str(error), "timeout_error")
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_GONE)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:

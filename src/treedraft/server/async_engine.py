@@ -15,7 +15,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from treedraft.engine.request import Request
-from treedraft.errors import TreedraftError
+from treedraft.errors import RequestError, TreedraftError
 from treedraft.server.metrics import Metrics
 from treedraft.server.pages.log import RoundLog
 from treedraft.server.tokens import TokenTexts, num_held_back
@@ -151,8 +151,10 @@ class AsyncEngine:
             raise Unavailable("the server is ending and takes no new requests")
 
     def submit(self, requests: Sequence[Request], is_traced: bool = False) -> Generation:
-        """Queue requests that were checked. Raises QueueFull or Unavailable, and then nothing was queued."""
+        """Queue checked requests. Raises QueueFull, Unavailable or RequestError, and then nothing was queued."""
         self.check_open()
+        if len(requests) > self.max_unfinished:  # trying again would not help
+            raise RequestError(f"a body may ask for {self.max_unfinished} choices at most; got {len(requests)}")
         if self.num_unfinished + len(requests) > self.max_unfinished:
             raise QueueFull(
                 f"{self.num_unfinished} of at most {self.max_unfinished} choices are unfinished; "

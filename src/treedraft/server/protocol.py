@@ -301,6 +301,9 @@ class Function(Body):
     def _check(self) -> Function:
         if self.parameters is not None and not _is_plain(self.parameters):
             raise ValueError(f"parameters must be a JSON schema of Unicode text, at most {MAX_DEPTH} levels deep")
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":  # no form of a call could hold anything else
+            raise ValueError(f"parameters must be the schema of an object; got type {kind!r}")
         return self
 
 

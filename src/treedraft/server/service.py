@@ -17,7 +17,7 @@ from treedraft.engine.request import Request as EngineRequest
 from treedraft.engine.text import TextStream
 from treedraft.errors import RequestError
 from treedraft.server.answers import Answer
-from treedraft.server.async_engine import AsyncEngine, Generation, Increment
+from treedraft.server.async_engine import AsyncEngine, Generation, Increment, QueueFull
 from treedraft.server.guards import error_body, error_response
 from treedraft.server.protocol import ChatBody
 from treedraft.server.reply.formats import LISTED, call_format, reasoning_format
@@ -50,6 +50,10 @@ class ModelNotFound(Exception):
     """The body names another model."""
 
 
+class TimedOut(Exception):
+    """The request's time is over before it could be submitted."""
+
+
 class Service:
     """What routes need: requests made from bodies, and answers made from increments."""
 
@@ -69,16 +73,31 @@ class Service:
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="treedraft-encoder")
         # Another one: a grammar may take seconds, and no prompt waits for that of another request.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="treedraft-compiler")
+        self._num_compiling = 0  # requests whose grammars are compiled, or wait for it
 
     async def in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run tokenizer work beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
 
-    async def compile(self, structured: StructuredOutput | None) -> None:
-        """Compile what a request will need, beside the event loop. Raises RequestError."""
-        if structured is not None and self.llm.grammars.find(structured) is None:
-            compile_now = self.llm.grammars.compile
-            await asyncio.get_running_loop().run_in_executor(self._compiler, compile_now, structured)
+    async def compile(self, request: Request, structured: StructuredOutput | None) -> None:
+        """Compile what a request will need, beside the event loop, while its client stays and its time is not over.
+
+        Raises RequestError, QueueFull, ClientGone or TimedOut; what has not begun by then is not compiled.
+        """
+        if structured is None or self.llm.grammars.find(structured) is not None:
+            return
+        if self._num_compiling >= self.engine.max_unfinished:
+            raise QueueFull(f"{self._num_compiling} requests wait for their grammars: try again later")
+        compile_now = self.llm.grammars.compile
+        self._num_compiling += 1
+        try:
+            async with asyncio.timeout(self.settings.request_timeout_s):
+                compiling = asyncio.get_running_loop().run_in_executor(self._compiler, compile_now, structured)
+                await while_connected(request.receive, compiling)
+        except TimeoutError as error:
+            raise TimedOut(self._timeout_message) from error
+        finally:
+            self._num_compiling -= 1
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model_name:
@@ -195,7 +214,8 @@ class Service:
                     yield event(error_body(*_failure(increment)[1:]))
                     break
                 answer.add(increment)
-                if increment.text or increment.logprobs or increment.finish_reason:
+                is_traced = increment.trace is not None  # with rounds whose text may still be held back
+                if increment.text or increment.logprobs or increment.finish_reason or is_traced:
                     made = answer.chunk(increment)
                     if made is not None:
                         yield event(made)
