@@ -132,7 +132,9 @@ def test_preemption_loses_and_doubles_none(max_pending: int, tmp_path: Path) -> 
 
     def preempt(request: Request, undisturbed: Any = scheduler._preempt) -> None:
         nonlocal in_prompt
-        in_prompt += request.params.prompt_logprobs is not None and request.is_prefilling and request.kv_len > 0
+        in_prompt += (
+            request.params.prompt_logprobs is not None and request.kv_len < request.prefill_len and request.kv_len > 0
+        )
         undisturbed(request)
 
     scheduler._preempt = preempt  # type: ignore[method-assign]

@@ -192,10 +192,10 @@ def test_interrupt_in_the_middle_leaves_the_engine_usable(prompts, monkeypatch):
 def wrong_key(original: Any) -> Any:
     """Drafts are ranked with the noise of another request."""
 
-    def best_children(self: Any, hidden: Any, rows: Any, noise: Any, level: int) -> Any:
+    def best_children(self: Any, hidden: Any, rows: Any, noise: Any, level: int, masks: Any = None) -> Any:
         other = rows.noise_key ^ 0x5DEECE66D
         positions = torch.arange(noise.shape[1]).expand(len(other), -1)
-        return original(self, hidden, rows, gumbel(other, positions, noise.shape[-1]), level)
+        return original(self, hidden, rows, gumbel(other, positions, noise.shape[-1]), level, masks)
 
     return best_children
 
