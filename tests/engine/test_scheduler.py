@@ -217,6 +217,13 @@ def test_schedule_few_shared_tokens_or_no_cache_are_not_waited_for():
         assert [row[0] for row in prefills_by_step(engine, runner)[0]] == [0, 1, 2, 3, 4]
 
 
+def test_schedule_twins_whose_prompt_is_scored_wait_for_nothing_as_they_compute_every_row():
+    engine, runner, requests = twins()
+    for request in requests[1:]:
+        request.params = replace(request.params, prompt_logprobs=0)
+    assert [row[0] for row in prefills_by_step(engine, runner)[0]] == [0, 1, 2, 3, 4]
+
+
 def test_schedule_twin_of_an_aborted_request_goes_on_by_itself():
     engine, runner, requests = twins(chunked_prefill=8)
     engine.step()

@@ -289,7 +289,7 @@ class Scheduler:
 
         It runs, so it goes on in each step, whatever becomes of the others: nobody waits for long.
         """
-        if self.kv.cache is None:
+        if self.kv.cache is None or not request.num_reusable:  # every row is computed anyway, e.g. of a scored prompt
             return False
         known, least = request.known_token_ids, self.min_shared + LOOKAHEAD
         for twin in self.running:
