@@ -57,3 +57,9 @@ def test_documents_name_make_targets_that_exist(document: str) -> None:
 def test_documents_link_to_files_that_exist(document: str) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text())
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_results_name_no_place_of_a_checkout() -> None:
+    """A result's paths are relative, so that it says the same wherever it was made."""
+    for file in (ROOT / "benchmarks/results").glob("*.json"):
+        assert not re.search(r'"/[^"\s]*/(benchmarks|src|treedraft)\b', file.read_text()), file.name
